@@ -1,0 +1,197 @@
+"""The KV memory formula, what a sequence really commits of a paged pool, and the plan. Torch-free.
+
+    kv_bytes_per_token = 2 (K and V) x num_layers x num_kv_heads x head_dim x bytes_per_element
+    kv_bytes(n)        = kv_bytes_per_token x n
+
+num_kv_heads equals num_heads for multi-head attention, 1 for multi-query, something in between for grouped-query
+(Shazeer 2019, "Fast Transformer Decoding"; Ainslie et al. 2023, "GQA").
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import os
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from model.config import ModelConfig
+
+PAGE_BYTES = 4096
+
+
+def kv_bytes_per_token(num_layers: int, num_kv_heads: int, head_dim: int, bytes_per_element: int) -> int:
+    """Bytes of K and V that one token keeps, over all layers."""
+    return 2 * num_layers * num_kv_heads * head_dim * bytes_per_element
+
+
+@dataclass(frozen=True, slots=True)
+class KVLayout:
+    """How K and V rows lie in memory. A lane is one (layer, K or V, kv head): the rows of one head, one after another.
+
+    `paged`: memory follows the rows written, page by page. Not paged: every slot costs its full length.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    max_context: int
+    bytes_per_element: int = 4
+    paged: bool = True
+
+    @classmethod
+    def of(cls, config: ModelConfig, max_context: int, bytes_per_element: int = 4, paged: bool = True) -> KVLayout:
+        return cls(config.num_layers, config.num_kv_heads, config.head_dim, max_context, bytes_per_element, paged)
+
+    @property
+    def lanes(self) -> int:
+        return self.num_layers * 2 * self.num_kv_heads
+
+    @property
+    def row_bytes(self) -> int:
+        """Bytes of one row in one lane."""
+        return self.head_dim * self.bytes_per_element
+
+    @property
+    def lane_bytes(self) -> int:
+        """Address space of one lane, rounded up so that every lane starts on a page."""
+        return -(-self.max_context * self.row_bytes // PAGE_BYTES) * PAGE_BYTES
+
+    @property
+    def slot_bytes(self) -> int:
+        """Address space of one slot."""
+        return self.lanes * self.lane_bytes
+
+    @property
+    def bytes_per_token(self) -> int:
+        return kv_bytes_per_token(self.num_layers, self.num_kv_heads, self.head_dim, self.bytes_per_element)
+
+    def kv_bytes(self, rows: int) -> int:
+        """The formula: bytes of K and V in `rows` rows."""
+        return self.bytes_per_token * rows
+
+    def committed(self, rows: int) -> int:
+        """Bytes the pool really takes for a sequence of `rows` rows: each lane rounded up to whole pages."""
+        if rows <= 0:
+            return 0
+        if not self.paged:
+            return self.slot_bytes
+        return self.lanes * (-(-rows * self.row_bytes // PAGE_BYTES) * PAGE_BYTES)
+
+    def rows_that_fit(self, pool_bytes: int) -> int:
+        """The longest single sequence, in rows, whose committed bytes stay within `pool_bytes`."""
+        if not self.paged:
+            return self.max_context if pool_bytes >= self.slot_bytes else 0
+        pages_per_lane = pool_bytes // (self.lanes * PAGE_BYTES)
+        return min(self.max_context, pages_per_lane * PAGE_BYTES // self.row_bytes)
+
+
+def rows_max(prompt_tokens: int, max_tokens: int) -> int:
+    """Rows a sequence can ever need: the last sampled token is never fed back."""
+    return prompt_tokens + max_tokens - 1
+
+
+@dataclass(frozen=True, slots=True)
+class PlanRow:
+    """One line of the plan: sequences of `tokens` tokens, what one commits, how many fit at once."""
+
+    tokens: int
+    bytes_each: int
+    fit_in_bytes: int
+    fit: int
+
+
+@dataclass(frozen=True, slots=True)
+class KVPlan:
+    """What the formula allows, all in bytes and tokens."""
+
+    weight_bytes: int
+    bytes_per_token: int
+    bytes_per_element: int
+    max_context: int
+    slots: int
+    pool_bytes: int
+    sequence_bytes: int
+    paged: bool
+    fits: bool
+    table: tuple[PlanRow, ...]
+    advice: tuple[str, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def plan(layout: KVLayout, *, slots: int, pool_bytes: int, weight_bytes: int) -> KVPlan:
+    """What fits: a table of sequence length against how many run at once, and advice when one full sequence does not.
+
+    pool_bytes: what is left for K and V after the weights; slots: how many sequences may run at once at all.
+    """
+    fits_rows = layout.rows_that_fit(pool_bytes)
+    rows = []
+    for tokens in _lengths(layout.max_context):
+        each = layout.committed(tokens)
+        fit_in_bytes = pool_bytes // each
+        rows.append(PlanRow(tokens, each, fit_in_bytes, min(slots, fit_in_bytes)))
+    return KVPlan(
+        weight_bytes=weight_bytes,
+        bytes_per_token=layout.bytes_per_token,
+        bytes_per_element=layout.bytes_per_element,
+        max_context=layout.max_context,
+        slots=slots,
+        pool_bytes=pool_bytes,
+        sequence_bytes=layout.committed(layout.max_context),
+        paged=layout.paged,
+        fits=fits_rows >= layout.max_context,
+        table=tuple(rows),
+        advice=_advice(layout, pool_bytes, fits_rows),
+    )
+
+
+def _lengths(max_context: int) -> list[int]:
+    """Powers of two from 128 up, and the full context."""
+    return sorted({min(2**power, max_context) for power in range(7, max_context.bit_length() + 1)})
+
+
+def _advice(layout: KVLayout, pool_bytes: int, fits_rows: int) -> tuple[str, ...]:
+    needed = layout.committed(layout.max_context)
+    if fits_rows >= layout.max_context:
+        return ()
+    says = [
+        f"one sequence of {layout.max_context:,} tokens needs {size(needed)} of K/V, the pool has {size(pool_bytes)}"
+    ]
+    if fits_rows:
+        says.append(f"the longest sequence that fits has {fits_rows:,} tokens (--max-context {fits_rows})")
+    heads = layout.num_kv_heads * pool_bytes // needed
+    if 1 <= heads < layout.num_kv_heads:
+        says.append(f"a model with {heads} kv heads in place of {layout.num_kv_heads} would fit")
+    says.append(f"or give the pool {size(needed)} (--kv-memory {math.ceil(needed / 2**20)}MiB)")
+    return tuple(says)
+
+
+def size(count: int) -> str:
+    """1536 -> '1.5 KiB'; exact enough to read, bytes stay in the JSON."""
+    value, units = float(count), ["B", "KiB", "MiB", "GiB", "TiB"]
+    while abs(value) >= 1024 and len(units) > 1:
+        value /= 1024
+        units.pop(0)
+    return f"{value:.4g} {units[0]}"
+
+
+def available_memory() -> int:
+    """Bytes this process may still take: what the machine has available, or its cgroup if that is less."""
+    with open("/proc/meminfo") as meminfo:
+        fields = dict(line.split(":", 1) for line in meminfo)
+    available = int(fields["MemAvailable"].split()[0]) * 1024
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
+            ceiling = limit.read().strip()
+            if ceiling != "max":
+                available = min(available, int(ceiling) - int(current.read()))
+    except OSError:
+        pass  # no cgroup v2 here: the machine's own figure stands
+    return max(0, available)
+
+
+def can_page() -> bool:
+    """Whether the pool can be one lazily filled mapping here: Linux with 4 KiB pages."""
+    return os.path.exists("/proc/self/smaps") and hasattr(mmap, "MADV_DONTNEED") and mmap.PAGESIZE == PAGE_BYTES

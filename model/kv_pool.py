@@ -1,0 +1,113 @@
+"""KVPool: the preallocated K and V tensors, one contiguous slot per sequence, paged by the operating system.
+
+    pool  [slot, layer, 2, kv_head, max_context, head_dim]      K = pool[s, l, 0], V = pool[s, l, 1]
+
+On Linux the buffer is one anonymous mapping: address space for every slot at full length, physical pages only for rows
+that were written. Releasing a slot hands its pages back, so memory follows the rows held.
+"""
+
+from __future__ import annotations
+
+import mmap
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from model.kv_memory import PAGE_BYTES, KVLayout, available_memory, size
+
+_MAP_NORESERVE = 0x4000
+_MADV_NOHUGEPAGE = 15
+_MADV_DONTFORK = 10
+_DTYPES = {4: torch.float32, 2: torch.float16}
+
+
+class PoolMemoryError(MemoryError):
+    """The machine does not have the memory that the pool promises; the message has the numbers."""
+
+
+class KVPool:
+    """K and V of all slots. `kv` is the tensor above; `array` is the same memory for the compiled kernels."""
+
+    def __init__(self, layout: KVLayout, slots: int) -> None:
+        self.layout = layout
+        self.slots = slots
+        buffer = self._map() if layout.paged else None
+        self._buffer = buffer
+        dtype = _DTYPES[layout.bytes_per_element]
+        if buffer is None:
+            flat = torch.zeros(slots * layout.slot_bytes // layout.bytes_per_element, dtype=dtype)
+        else:
+            flat = torch.frombuffer(buffer, dtype=dtype)
+        lane = layout.lane_bytes // layout.bytes_per_element
+        heads, layers = layout.num_kv_heads, layout.num_layers
+        self.kv = flat.as_strided(
+            (slots, layers, 2, heads, layout.max_context, layout.head_dim),
+            (layers * 2 * heads * lane, 2 * heads * lane, heads * lane, lane, layout.head_dim, 1),
+        )
+        self.array: NDArray[np.float32] = self.kv.numpy()
+
+    def _map(self) -> mmap.mmap:
+        length = self.slots * self.layout.slot_bytes
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+        try:
+            buffer = mmap.mmap(-1, length, flags=flags)
+        except OSError as error:
+            raise PoolMemoryError(
+                f"cannot map {size(length)} of address space for {self.slots} slots: {error}"
+            ) from error
+        buffer.madvise(_MADV_NOHUGEPAGE)  # a huge page would charge 2 MiB for the first row of a lane
+        buffer.madvise(_MADV_DONTFORK)  # also keeps the kernel from merging it with a neighbouring mapping
+        return buffer
+
+    def keys(self, slot: int, layer: int, rows: int) -> torch.Tensor:
+        """K of the first `rows` rows of a slot: [K, rows, D], a view."""
+        return self.kv[slot, layer, 0, :, :rows]
+
+    def values(self, slot: int, layer: int, rows: int) -> torch.Tensor:
+        """V of the first `rows` rows of a slot: [K, rows, D], a view."""
+        return self.kv[slot, layer, 1, :, :rows]
+
+    def write(self, layer: int, slots: torch.Tensor, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
+        """Writes row n of k and v [N, K, D] to row positions[n] of slot slots[n], in place."""
+        self.kv[slots, layer, 0, :, positions] = k
+        self.kv[slots, layer, 1, :, positions] = v
+
+    def release(self, slot: int) -> None:
+        """Gives the slot's pages back; they read as zeros until written again: a new tenant sees nothing of the old."""
+        if self._buffer is None:
+            self.kv[slot].zero_()
+        else:
+            self._buffer.madvise(mmap.MADV_DONTNEED, slot * self.layout.slot_bytes, self.layout.slot_bytes)
+
+    def resident_bytes(self) -> int:
+        """The kernel's own figure for this mapping (Rss in /proc/self/smaps); all of it where it is not paged."""
+        if self._buffer is None:
+            return self.slots * self.layout.slot_bytes
+        start, total, inside = self.kv.data_ptr(), 0, False
+        end = start + len(self._buffer)
+        with open("/proc/self/smaps") as smaps:
+            for line in smaps:
+                head = line.split(" ", 1)[0]
+                if not head.endswith(":"):
+                    low, high = (int(part, 16) for part in head.split("-"))
+                    inside = start <= low and high <= end
+                elif inside and head == "Rss:":
+                    total += int(line.split()[1]) * 1024
+        return total
+
+    def prove(self, budget_bytes: int) -> None:
+        """Touches `budget_bytes` once and gives them back, so that a lack shows at start and not under load.
+
+        Raises PoolMemoryError before touching anything when the machine or its cgroup has less than that.
+        """
+        available = available_memory()
+        if budget_bytes > available:
+            raise PoolMemoryError(
+                f"the KV pool needs {size(budget_bytes)} but only {size(available)} of memory are available; "
+                f"lower --kv-memory, --slots or --max-context"
+            )
+        if self._buffer is not None:
+            pages = np.frombuffer(self._buffer, np.uint8)[: min(budget_bytes, len(self._buffer)) : PAGE_BYTES]
+            pages[:] = 1
+            self._buffer.madvise(mmap.MADV_DONTNEED)

@@ -1,0 +1,118 @@
+"""The composition root: builds the engine from settings and the routes around it."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager, suppress
+
+import numba
+import torch
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from model.checkpoint import load
+from model.kv_pool import KVPool
+from server.api import generate, operations
+from server.api.service import Service
+from server.api.stream import Streams
+from server.engine.engine import Engine
+from server.engine.ledger import KVLedger
+from server.engine.runner import Runner
+from server.engine.scheduler import Scheduler
+from server.engine.sequence import Event
+from server.errors import ApiError, EngineFailure, MethodNotAllowed, NotFound
+from server.planning import make_plan
+from server.settings import ServeSettings
+
+
+def create_app(settings: ServeSettings) -> FastAPI:
+    """Loads the model, allocates and proves the pool; the engine starts with the app.
+
+    Raises ConfigError or CheckpointError for the model, PoolMemoryError and ValueError for the memory.
+    """
+    config, layout, plan = make_plan(settings)
+    threads = settings.threads or len(os.sched_getaffinity(0))
+    torch.set_num_threads(threads)
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    if not layout.rows_that_fit(plan.pool_bytes):
+        raise ValueError("; ".join(plan.advice))
+    checkpoint = load(settings.model, settings.weights)
+    pool = KVPool(layout, settings.slots)
+    pool.prove(plan.pool_bytes)
+    ledger = KVLedger(layout, settings.slots, plan.pool_bytes)
+    scheduler = Scheduler(ledger, settings.prefill_chunk)
+    runner = Runner(checkpoint.decoder, pool, max_rows=settings.slots + settings.prefill_chunk)
+    runner.warm_up()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        loop = asyncio.get_running_loop()
+
+        def hand_over(receive: Callable[..., None], *what: list[Event] | str) -> None:
+            with suppress(RuntimeError):  # the loop is closed: nobody is left to read
+                loop.call_soon_threadsafe(receive, *what)
+
+        engine = Engine(
+            scheduler,
+            runner,
+            deliver=lambda events: hand_over(streams.deliver, events),
+            ended=lambda reason: hand_over(streams.end_all, reason),
+        )
+        streams = Streams(
+            engine,
+            checkpoint.tokenizer,
+            vocab_size=config.vocab_size,
+            buffer_tokens=settings.stream_buffer,
+            slow_reader_s=settings.slow_reader_timeout,
+            queue_limit=settings.queue_limit,
+        )
+        app.state.service = Service(settings, checkpoint.name, plan, engine, streams)
+        engine.start()
+        try:
+            yield
+        finally:
+            await asyncio.to_thread(engine.stop)
+
+    app = FastAPI(title="tokenteller", lifespan=lifespan)
+    app.add_middleware(HeadIsGet)
+    app.include_router(generate.router)
+    app.include_router(operations.router)
+    app.add_exception_handler(ApiError, _api_error)
+    app.add_exception_handler(HTTPException, _http_error)
+    app.add_exception_handler(Exception, _unexpected)
+    return app
+
+
+class HeadIsGet:
+    """Answers HEAD wherever GET is answered; the HTTP server leaves the body out. Plain ASGI: nothing is buffered."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = dict(scope, method="GET")
+        await self.app(scope, receive, send)
+
+
+async def _api_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, ApiError)
+    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+
+
+async def _http_error(request: Request, error: Exception) -> JSONResponse:
+    """The framework's own refusals (no such path, no such method) in our form."""
+    assert isinstance(error, HTTPException)
+    ours = MethodNotAllowed if error.status_code == 405 else NotFound
+    response = await _api_error(request, ours(f"{request.method} {request.url.path[:200]}: {error.detail}"))
+    response.status_code = error.status_code
+    response.headers.update(error.headers or {})
+    return response
+
+
+async def _unexpected(request: Request, error: Exception) -> JSONResponse:
+    return await _api_error(request, EngineFailure("an unexpected error; the log has it"))

@@ -1,0 +1,84 @@
+"""Health, readiness, the plan and the slots."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+
+from server.api.service import Service, service_of
+from server.engine.runner import Runner
+from server.engine.scheduler import Scheduler
+from server.errors import Unavailable
+
+router = APIRouter()
+T = TypeVar("T")
+
+
+@router.get("/health")
+async def health(request: Request) -> JSONResponse:
+    """Whether the process lives and its engine has not died. Never waits for the engine."""
+    service = service_of(request)
+    if service.engine.alive:
+        return JSONResponse({"status": "ok", "model": service.model_name})
+    return JSONResponse({"status": "dead", "reason": service.streams.ended}, status_code=503)
+
+
+@router.get("/ready")
+async def ready(request: Request) -> JSONResponse:
+    """Whether a request sent now would be taken."""
+    service = service_of(request)
+    if service.draining or not service.engine.alive:
+        raise Unavailable("draining" if service.draining else "the engine is not running", retry_after_s=1)
+    return JSONResponse({"status": "ready", "model": service.model_name})
+
+
+@router.get("/plan")
+async def plan(request: Request) -> JSONResponse:
+    """What the KV memory formula allows here."""
+    return JSONResponse(service_of(request).plan.to_json())
+
+
+@router.get("/slots")
+async def slots(request: Request) -> JSONResponse:
+    """Every slot and the pool's bytes: by the formula, by the ledger, and by the kernel."""
+    return JSONResponse(await ask(service_of(request), _slots))
+
+
+def _slots(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
+    ledger, layout = scheduler.ledger, scheduler.ledger.layout
+    rows = []
+    for slot in range(ledger.slots):
+        account = ledger.accounts.get(slot)
+        rows.append(
+            {"slot": slot, "state": "free", "request_id": None, "rows": 0, "rows_max": 0, "bytes": 0}
+            if account is None
+            else {
+                "slot": slot,
+                "state": "running",
+                "request_id": account.owner,
+                "rows": account.rows,
+                "rows_max": account.rows_max,
+                "bytes": layout.committed(account.rows),
+            }
+        )
+    pool = {
+        "budget_bytes": ledger.budget_bytes,
+        "committed_bytes": ledger.committed_bytes,
+        "resident_bytes": runner.pool.resident_bytes(),
+        "bytes_per_token": layout.bytes_per_token,
+        "peak_demand_bytes": ledger.peak_demand_bytes,
+    }
+    return {"pool": pool, "slots": rows, "waiting": len(scheduler.waiting)}
+
+
+async def ask(service: Service, question: Callable[[Scheduler, Runner], T]) -> T:
+    """The engine's answer between two steps. Raises Unavailable when it does not come within 2 s."""
+    try:
+        async with asyncio.timeout(2.0):
+            return await asyncio.wrap_future(service.engine.ask(question))
+    except TimeoutError:
+        raise Unavailable("the engine did not answer within 2 s", retry_after_s=2) from None

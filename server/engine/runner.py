@@ -1,0 +1,61 @@
+"""The runner: Step -> Batch -> decoder -> sampler -> tokens. Owns the pool; nobody else touches it."""
+
+from __future__ import annotations
+
+import torch
+
+from model.attention import Batch
+from model.decoder import Decoder
+from model.kv_pool import KVPool
+from model.linear import padded
+from model.sampler import LogitsError, SamplingParams, sample
+from server.engine.sequence import Request, Sequence, Span, Step
+
+
+class Runner:
+    """Computes steps. `max_rows`: the largest step that will come."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, max_rows: int) -> None:
+        self.decoder = decoder
+        self.pool = pool
+        self.safe_rows = decoder.safe_rows(max_rows)
+
+    def warm_up(self) -> int:
+        """Makes one token in the first slot and gives the slot back: what can break or is slow once, is so now."""
+        request = Request("warm-up", prompt=(0,), max_tokens=1, sampling=SamplingParams(temperature=0.0))
+        outcome = self.run(Step((), (Span(Sequence(request, slot=0), 0, 1),), ()))[0]
+        self.pool.release(0)
+        if isinstance(outcome, Exception):
+            raise outcome
+        return outcome
+
+    def run(self, step: Step) -> list[int | Exception]:
+        """One outcome per span that samples, in the step's order."""
+        for slot in step.freed:
+            self.pool.release(slot)
+        if not step.spans:
+            return []
+        logits = self.decoder.forward(self._batch(step), self.pool).numpy()  # [S, vocab]
+        outcomes: list[int | Exception] = []
+        for row, span in zip(logits, (s for s in step.spans if s.samples), strict=False):  # logits may be padded
+            try:
+                outcomes.append(sample(row, span.sequence.request.sampling, span.sequence.index, span.stop))
+            except LogitsError as error:
+                outcomes.append(error)
+        return outcomes
+
+    def _batch(self, step: Step) -> Batch:
+        tokens: list[int] = []
+        slots: list[int] = []
+        positions: list[int] = []
+        sample_rows: list[int] = []
+        for span in step.spans:
+            assert span.sequence.slot is not None
+            tokens += span.sequence.tokens[span.start : span.stop]
+            slots += [span.sequence.slot] * (span.stop - span.start)
+            positions += range(span.start, span.stop)
+            if span.samples:
+                sample_rows.append(len(tokens) - 1)
+        tokens += [0] * (padded(len(tokens), self.safe_rows) - len(tokens))
+        sample_rows += [0] * (padded(len(sample_rows), self.safe_rows) - len(sample_rows))
+        return Batch(torch.tensor(tokens), torch.tensor(slots), torch.tensor(positions), torch.tensor(sample_rows))

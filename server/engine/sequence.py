@@ -1,0 +1,121 @@
+"""What travels through the engine: Request, Sequence, Step, Event. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from model.kv_memory import rows_max
+from model.sampler import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What the client asked, already in tokens."""
+
+    id: str
+    prompt: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams
+    stop_ids: frozenset[int] = frozenset()
+    n: int = 1
+
+    @property
+    def rows_max(self) -> int:
+        """Rows that one choice can ever need."""
+        return rows_max(len(self.prompt), self.max_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One choice of a request while it runs. There are no phases: `computed` catches up with `len(tokens)`.
+
+    tokens    [ prompt ........ | generated .... ]
+    rows      [ computed, K/V in the pool | to do ]
+    """
+
+    request: Request
+    index: int = 0
+    tokens: list[int] = field(init=False)
+    computed: int = 0
+    slot: int | None = None
+    held: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens = list(self.request.prompt)
+
+    @property
+    def generated(self) -> int:
+        return len(self.tokens) - len(self.request.prompt)
+
+    @property
+    def to_compute(self) -> int:
+        return len(self.tokens) - self.computed
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Positions start..stop-1 of one sequence, to be computed now."""
+
+    sequence: Sequence
+    start: int
+    stop: int
+
+    @property
+    def samples(self) -> bool:
+        """Whether the span reaches the end of what is known, so that a next token comes out of it."""
+        return self.stop == len(self.sequence.tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """A sequence got its slot; `cached_tokens` of its prompt need not be computed."""
+
+    request_id: str
+    index: int
+    slot: int
+    held_bytes: int
+    max_bytes: int
+    cached_tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token."""
+
+    request_id: str
+    index: int
+    token_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A sequence ended as it should: 'stop' or 'length'."""
+
+    request_id: str
+    index: int
+    reason: str
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    """A sequence ended by a fault of the server or the model."""
+
+    request_id: str
+    index: int
+    message: str
+
+
+Event = Started | Token | Finished | Failed
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """What to compute now: first hand back the pages of `freed` slots, then compute all spans at once."""
+
+    freed: tuple[int, ...]
+    spans: tuple[Span, ...]
+    events: tuple[Event, ...]
+
+    @property
+    def rows(self) -> int:
+        return sum(span.stop - span.start for span in self.spans)

@@ -1,0 +1,83 @@
+"""Every error a client can meet.
+
+ApiError
+├── BadRequest        400  the body is not what it should be
+├── Unprocessable     422  a field is wrong or unknown
+├── NeverFits         422  could not be served even by an empty pool; carries the numbers
+├── NotFound          404
+├── MethodNotAllowed  405
+├── BodyTooLarge      413
+├── QueueFull         429  with Retry-After
+├── Unavailable       503  draining, or the engine is dead; with Retry-After
+├── SlowReader        in the stream: the client did not read for too long
+└── EngineFailure     500  or in the stream: the server's own fault
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class ApiError(Exception):
+    """status, type and code of the error form {"error": {"message", "type", "param", "code", ...numbers}}."""
+
+    status = 500
+    type = "server_error"
+    code = "internal_error"
+
+    def __init__(self, message: str, *, param: str | None = None, **numbers: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+        self.numbers = numbers
+
+    def body(self) -> dict[str, Any]:
+        form = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
+        return {"error": form | self.numbers}
+
+    def headers(self) -> dict[str, str]:
+        seconds = self.numbers.get("retry_after_s")
+        return {} if seconds is None else {"Retry-After": str(seconds)}
+
+
+class BadRequest(ApiError):
+    status, type, code = 400, "invalid_request_error", "bad_request"
+
+
+class Unprocessable(ApiError):
+    status, type, code = 422, "invalid_request_error", "invalid_value"
+
+
+class NeverFits(ApiError):
+    status, type, code = 422, "invalid_request_error", "never_fits"
+
+
+class NotFound(ApiError):
+    status, type, code = 404, "invalid_request_error", "not_found"
+
+
+class MethodNotAllowed(ApiError):
+    status, type, code = 405, "invalid_request_error", "method_not_allowed"
+
+
+class BodyTooLarge(ApiError):
+    status, type, code = 413, "invalid_request_error", "body_too_large"
+
+    def headers(self) -> dict[str, str]:
+        return {"Connection": "close"}  # the rest of the body is not wanted
+
+
+class QueueFull(ApiError):
+    status, type, code = 429, "overloaded_error", "queue_full"
+
+
+class Unavailable(ApiError):
+    status, type, code = 503, "overloaded_error", "unavailable"
+
+
+class SlowReader(ApiError):
+    status, type, code = 408, "invalid_request_error", "slow_reader"
+
+
+class EngineFailure(ApiError):
+    status, type, code = 500, "server_error", "engine_failure"

@@ -1,0 +1,49 @@
+"""From settings to a plan: which layout, how many bytes, what fits. Torch-free, reads config.json only."""
+
+from __future__ import annotations
+
+from model.config import ModelConfig
+from model.kv_memory import KVLayout, KVPlan, available_memory, can_page, plan, size
+from server.settings import ModelSettings, PlanSettings
+
+BYTES_PER_WEIGHT = {"fp32": 4, "fp16": 2}
+
+
+def make_plan(settings: ModelSettings) -> tuple[ModelConfig, KVLayout, KVPlan]:
+    """Raises ConfigError for a model that is not there or not supported, ValueError for settings that contradict it."""
+    config = ModelConfig.read(settings.model)
+    max_context = settings.max_context or config.max_context
+    if max_context > config.max_context:
+        raise ValueError(f"--max-context {max_context} is more than the model's own {config.max_context}")
+    layout = KVLayout.of(config, max_context, paged=can_page())
+    weight_bytes = config.weight_bytes(BYTES_PER_WEIGHT[settings.weights])
+    pool_bytes = _pool_bytes(settings, layout, weight_bytes)
+    return config, layout, plan(layout, slots=settings.slots, pool_bytes=pool_bytes, weight_bytes=weight_bytes)
+
+
+def _pool_bytes(settings: ModelSettings, layout: KVLayout, weight_bytes: int) -> int:
+    if isinstance(settings, PlanSettings) and settings.memory is not None:
+        if settings.kv_memory is not None:
+            raise ValueError("--memory and --kv-memory say the same thing twice; give one")
+        return max(0, settings.memory - weight_bytes)
+    every_slot_full = settings.slots * layout.committed(layout.max_context)
+    if settings.kv_memory is not None:
+        return min(settings.kv_memory, every_slot_full)
+    return min(every_slot_full, max(0, available_memory() - weight_bytes) // 2)
+
+
+def plan_text(plan: KVPlan) -> str:
+    """The plan for people: what a token costs, what the pool holds, and what to change when it does not fit."""
+    lines = [
+        f"weights     {size(plan.weight_bytes)}",
+        f"K/V         {plan.bytes_per_token:,} bytes per token, {plan.bytes_per_element} per element",
+        f"pool        {size(plan.pool_bytes)} for at most {plan.slots} sequences of at most {plan.max_context:,} tokens"
+        + ("" if plan.paged else " (not paged here: every slot costs its full length)"),
+        "",
+        f"{'tokens':>10} {'K/V each':>12} {'fit at once':>12}",
+    ]
+    for row in plan.table:
+        bound = " (slots)" if row.fit < row.fit_in_bytes else ""
+        lines.append(f"{row.tokens:>10,} {size(row.bytes_each):>12} {row.fit:>12,}{bound}")
+    lines += ["", *(f"does not fit: {line}" if at == 0 else f"  {line}" for at, line in enumerate(plan.advice))]
+    return "\n".join(lines).rstrip()

@@ -1,0 +1,64 @@
+"""Settings: one frozen model from which flags, environment variables and help derive. A flag beats the environment."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field
+from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
+
+
+def parse_bytes(value: Any) -> Any:
+    """'2GiB', '512MB', '4096' -> bytes."""
+    if not isinstance(value, str):
+        return value
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmg]i?)?b?\s*", value.lower())
+    if match is None:
+        raise ValueError(f"{value!r} is not a size; write bytes or a number with KiB, MiB, GiB, KB, MB, GB")
+    return int(float(match[1]) * _UNITS[match[2] or ""])
+
+
+Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+
+
+class ModelSettings(BaseSettings):
+    """What decides memory: the model, how it is stored, and the pool."""
+
+    model_config = SettingsConfigDict(
+        env_prefix="TOKENTELLER_", frozen=True, extra="forbid", cli_kebab_case=True, protected_namespaces=()
+    )
+
+    model: str = Field("toy", description="'toy' or a checkpoint directory in Hugging Face form")
+    weights: Literal["fp32", "fp16"] = Field("fp16", description="how weights are stored: fp32, or packed fp16")
+    slots: int = Field(64, ge=1, le=4096, description="sequences that run at once at most")
+    max_context: int | None = Field(None, ge=2, description="longest sequence in tokens (default: the model's own)")
+    kv_memory: Bytes | None = Field(
+        None,
+        description="bytes for K and V, e.g. 512MiB (default: all slots at full length, at most half of what is free)",
+    )
+
+
+class ServeSettings(ModelSettings):
+    """Start the server."""
+
+    host: str = Field("127.0.0.1", description="address to listen on")
+    port: int = Field(8000, ge=0, le=65535, description="port to listen on; 0 takes a free one")
+    threads: int | None = Field(
+        None, ge=1, description="threads for the maths (default: the CPUs this process may use)"
+    )
+    prefill_chunk: int = Field(32, ge=1, le=4096, description="prompt tokens computed per step beside running streams")
+    queue_limit: int = Field(256, ge=1, description="requests that may wait; one more gets 429")
+    max_body: Bytes = Field(2**20, description="largest request body in bytes; more gets 413")
+    stream_buffer: int = Field(256, ge=1, description="tokens a client may lag behind before its sequence is held")
+    slow_reader_timeout: float = Field(30.0, gt=0, description="seconds a sequence is held before its stream is ended")
+    shutdown_timeout: int = Field(30, ge=0, description="seconds that running streams get to finish after SIGTERM")
+
+
+class PlanSettings(ModelSettings):
+    """Print what fits, from config.json alone."""
+
+    memory: Bytes | None = Field(None, description="memory for weights and K/V together; instead of --kv-memory")
+    json_: CliImplicitFlag[bool] = Field(False, alias="json", description="print JSON")

@@ -1,0 +1,23 @@
+"""Fixtures that several test files share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from checkpoints import random_llama
+from live import Live, serve
+
+
+@pytest.fixture(scope="session")
+def rand(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama checkpoint directory, 4 query heads on 2 kv heads."""
+    return random_llama(tmp_path_factory.mktemp("rand"))
+
+
+@pytest.fixture(scope="module")
+def live(rand: Path) -> Iterator[Live]:
+    """A server on the random checkpoint with 8 slots."""
+    with serve(model=str(rand), slots=8) as server:
+        yield server

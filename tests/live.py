@@ -1,0 +1,99 @@
+"""A real server on port 0 with real sockets, in a thread of this process."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+import uvicorn
+
+from server.api.app import create_app
+from server.api.service import Service
+from server.settings import ServeSettings
+
+
+@dataclass
+class Live:
+    """A running server: its address, and its inside for checks that no endpoint offers."""
+
+    url: str
+    service: Service
+
+    def post(self, path: str = "/generate", **body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=60)
+
+    def generate(self, prompt: str | list[int], **body: Any) -> dict[str, Any]:
+        """The answer of /generate as one JSON object."""
+        response = self.post(prompt=prompt, stream=False, **body)
+        assert response.status_code == 200, response.text
+        answer: dict[str, Any] = response.json()
+        return answer
+
+    def text(self, prompt: str | list[int], **body: Any) -> str:
+        return str(self.generate(prompt, **body)["choices"][0]["text"])
+
+    def stream(self, prompt: str | list[int], path: str = "/generate", **body: Any) -> list[dict[str, Any]]:
+        """All frames of a streamed answer but [DONE], which must come last."""
+        body = {"prompt": prompt, "stream": True, **body}
+        with httpx.stream("POST", self.url + path, json=body, timeout=60) as response:
+            assert response.status_code == 200, response.read()
+            raw = b"".join(response.iter_raw()).decode()
+        return parse_sse(raw)
+
+    def slots(self) -> dict[str, Any]:
+        answer: dict[str, Any] = httpx.get(self.url + "/slots", timeout=10).json()
+        return answer
+
+    def wait_idle(self, seconds: float = 10.0) -> dict[str, Any]:
+        """The slots once nothing runs or waits any more."""
+        end = time.monotonic() + seconds
+        while True:
+            slots = self.slots()
+            if not slots["waiting"] and not any(slot["state"] == "running" for slot in slots["slots"]):
+                return slots
+            assert time.monotonic() < end, f"still busy: {slots}"
+            time.sleep(0.02)
+
+
+def parse_sse(raw: str) -> list[dict[str, Any]]:
+    """Frames of a strict SSE text: LF only, one data line each, a blank line after it; comments are skipped."""
+    assert "\r" not in raw and raw.isascii()
+    frames = []
+    *events, rest = raw.split("\n\n")
+    assert rest == "", f"the stream was cut: {rest!r}"
+    for event in events:
+        if event.startswith(":"):
+            continue
+        assert event.startswith("data: ") and "\n" not in event, event
+        frames.append(event[6:])
+    assert frames and frames[-1] == "[DONE]" and frames.count("[DONE]") == 1
+    return [json.loads(frame) for frame in frames[:-1]]
+
+
+def joined(frames: list[dict[str, Any]], index: int = 0) -> str:
+    """The text of one choice of a streamed answer."""
+    return "".join(frame["text"] for frame in frames if frame["type"] == "token" and frame["index"] == index)
+
+
+@contextmanager
+def serve(**settings: Any) -> Iterator[Live]:
+    """A server with these settings until the block ends."""
+    app = create_app(ServeSettings(port=0, **settings))
+    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", access_log=False))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        assert thread.is_alive(), "the server did not start"
+        time.sleep(0.01)
+    port = server.servers[0].sockets[0].getsockname()[1]
+    try:
+        yield Live(f"http://127.0.0.1:{port}", app.state.service)
+    finally:
+        server.should_exit = True
+        thread.join(timeout=20)

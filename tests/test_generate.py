@@ -1,0 +1,148 @@
+"""POST /generate as a client sees it: frames, both faces, refusals, limits."""
+
+from __future__ import annotations
+
+import httpx
+import pytest
+from live import Live, joined, serve
+
+
+def test_a_stream_is_one_start_then_tokens_then_one_end(live: Live) -> None:
+    frames = live.stream("hello", max_tokens=12, temperature=0)
+    kinds = [frame["type"] for frame in frames]
+    assert kinds[0] == "start" and kinds[-1] == "end"
+    assert set(kinds[1:-1]) == {"token"}
+    start, end = frames[0], frames[-1]
+    assert start["prompt_tokens"] == 5
+    assert start["kv"]["bytes_per_token"] == 2 * 2 * 2 * 16 * 4
+    assert end["finish_reason"] == "length"
+    assert end["usage"] == {"prompt_tokens": 5, "completion_tokens": 12, "cached_tokens": 0}
+    ids = [token for frame in frames if frame["type"] == "token" for token in frame["token_ids"]]
+    assert len(ids) == 12
+
+
+def test_both_faces_tell_the_same(live: Live) -> None:
+    body = {"max_tokens": 40, "seed": 7, "temperature": 1.5}
+    frames, answer = live.stream("both", **body), live.generate("both", **body)
+    choice = answer["choices"][0]
+    assert joined(frames) == choice["text"]
+    assert [t for f in frames if f["type"] == "token" for t in f["token_ids"]] == choice["token_ids"]
+    assert frames[-1]["finish_reason"] == choice["finish_reason"]
+    assert frames[-1]["usage"] == answer["usage"] and choice["seed"] == 7
+
+
+def test_headers_tell_proxies_not_to_buffer(live: Live) -> None:
+    body = {"prompt": "x", "max_tokens": 1}
+    headers = {"X-Request-Id": "client-1", "Accept-Encoding": "gzip"}
+    with httpx.stream("POST", live.url + "/generate", json=body, headers=headers) as response:
+        response.read()
+    assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
+    assert response.headers["cache-control"] == "no-cache"
+    assert response.headers["x-accel-buffering"] == "no"
+    assert response.headers["x-request-id"] == "client-1"
+    assert "content-length" not in response.headers and "content-encoding" not in response.headers
+
+
+def test_a_seed_repeats_and_no_seed_does_not(live: Live) -> None:
+    assert live.text("s", max_tokens=32, seed=3) == live.text("s", max_tokens=32, seed=3)
+    assert len({live.text("s", max_tokens=32) for _ in range(4)}) > 1
+    fresh = live.generate("s", max_tokens=32)["choices"][0]
+    assert live.text("s", max_tokens=32, seed=fresh["seed"]) == fresh["text"]
+
+
+def test_a_stop_string_ends_the_text_before_it_and_frees_the_slot(live: Live) -> None:
+    whole = live.text("stop here", max_tokens=60, temperature=0)
+    marker = whole[20:23]
+    frames = live.stream("stop here", max_tokens=60, temperature=0, stop=[marker])
+    assert joined(frames) == whole[: whole.index(marker)]
+    assert frames[-1]["finish_reason"] == "stop"
+    live.wait_idle()
+
+
+def test_the_context_can_be_filled_to_the_last_row(live: Live) -> None:
+    for prompt_tokens, max_tokens in ((255, 1), (1, 255), (200, 56)):
+        answer = live.generate([7] * prompt_tokens, max_tokens=max_tokens, ignore_eos=True)
+        assert answer["usage"]["completion_tokens"] == max_tokens
+    refused = live.post(prompt=[7] * 200, max_tokens=57)
+    error = refused.json()["error"]
+    assert refused.status_code == 422 and error["code"] == "never_fits"
+    assert error["max_tokens_that_fits"] == 56 and error["max_context"] == 256 and error["prompt_tokens"] == 200
+    assert error["needed_bytes"] > 0 and error["pool_bytes"] > 0
+
+
+@pytest.mark.parametrize(
+    ("body", "word"),
+    [
+        ({}, "prompt"),
+        ({"prompt": ""}, "no tokens"),
+        ({"prompt": [264]}, "0..263"),
+        ({"prompt": [-1]}, "0..263"),
+        ({"prompt": [True]}, "integers"),
+        ({"prompt": "x", "max_tokens": 0}, "at least 1"),
+        ({"prompt": "x", "max_tokens": "10"}, "max_tokens"),
+        ({"prompt": "x", "max_tokens": True}, "max_tokens"),
+        ({"prompt": "x", "max_token": 4}, "max_token"),
+        ({"prompt": "x", "stop": ""}, "stop"),
+        ({"prompt": "x", "temperature": -1}, "temperature"),
+        ({"prompt": "x", "stream": "false"}, "stream"),
+    ],
+)
+def test_a_wrong_field_is_refused_by_name(live: Live, body: dict[str, object], word: str) -> None:
+    response = httpx.post(live.url + "/generate", json=body)
+    assert response.status_code == 422
+    assert word in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("raw", "status"),
+    [
+        (b"", 400),
+        (b"{", 400),
+        (b"[1]", 422),
+        (b"\xff", 400),
+        (b'{"prompt": "x", "temperature": NaN}', 400),
+        (b'{"prompt": "x", "temperature": 1e999}', 400),
+        (b'{"prompt": "x", "prompt": "y"}', 400),
+        (b'{"prompt": "\\ud800"}', 400),
+        (b'{"prompt": "x", "seed": ' + b"9" * 5000 + b"}", 400),
+        (b"[" * 100_000, 400),
+        (b'{"prompt": "' + b"x" * 2**21 + b'"}', 413),
+    ],
+)
+def test_a_body_that_is_no_request_is_refused_in_the_error_form(live: Live, raw: bytes, status: int) -> None:
+    response = httpx.post(live.url + "/generate", content=raw)
+    assert response.status_code == status
+    assert set(response.json()["error"]) >= {"message", "type", "param", "code"}
+
+
+def test_a_full_queue_refuses_with_a_time_to_come_back_and_loses_nobody(live: Live) -> None:
+    with serve(model=live.service.settings.model, slots=1, queue_limit=2) as small:
+        with httpx.Client(timeout=60) as client:
+            running = [
+                client.stream(
+                    "POST", small.url + "/generate", json={"prompt": "x", "max_tokens": 250, "ignore_eos": True}
+                )
+                for _ in range(3)
+            ]
+            responses = [stream.__enter__() for stream in running]
+            refused = small.post(prompt="x")
+            assert refused.status_code == 429
+            assert int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["queue_limit"] == 2
+            for response, stream in zip(responses, running, strict=True):
+                assert b'"finish_reason":"length"' in response.read()
+                stream.__exit__(None, None, None)
+        assert small.text("x", max_tokens=2)
+
+
+def test_unknown_paths_and_methods_answer_in_the_error_form(live: Live) -> None:
+    for method, path, status in (("GET", "/nope", 404), ("GET", "/generate", 405), ("PUT", "/health", 405)):
+        response = httpx.request(method, live.url + path)
+        assert response.status_code == status
+        assert "message" in response.json()["error"]
+
+
+def test_head_answers_like_get_without_a_body(live: Live) -> None:
+    for path in ("/health", "/ready", "/plan", "/slots"):
+        response = httpx.head(live.url + path)
+        assert response.status_code == 200 and response.content == b""

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import math
 import os
+import signal
 import sys
+from types import FrameType
 from typing import TYPE_CHECKING, TypeVar
 
 from pydantic import Field, ValidationError
@@ -76,7 +79,8 @@ def _settings(model: type[S], arguments: list[str]) -> S:
 
 def _serve(arguments: list[str]) -> int:
     settings = _settings(ServeSettings, arguments)
-    print(plan_text(make_plan(settings)[2]), flush=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it loads; PID 1 has no default action
+    say(plan_text(make_plan(settings)[2]))
     # waiting threads must not spin: the event loop needs the same cores; read when torch is first imported
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from server.api.app import create_app
@@ -85,15 +89,36 @@ def _serve(arguments: list[str]) -> int:
 
 
 def run(app: FastAPI, settings: ServeSettings) -> int:
-    """Serves until SIGTERM or SIGINT."""
+    """Serves until SIGTERM or SIGINT, then drains; a second one ends it at once. Returns 0, or 1 where it failed."""
     import uvicorn
 
+    from server.api.life import Drain
+
     class Server(uvicorn.Server):
+        """uvicorn with our end in place of its own: it stays open for refusals until the drain is over."""
+
+        drain: Drain
+
         async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
             await super().startup(sockets)  # type: ignore[arg-type]
+            self.drain = Drain(app.state.service.streams, settings.shutdown_timeout)
             for server in self.servers:
                 host, port = server.sockets[0].getsockname()[:2]
-                print(f"\ntokenteller is ready on http://{host}:{port}", flush=True)
+                say(f"\ntokenteller is ready on http://{host}:{port}")
+
+        async def on_tick(self, counter: int) -> bool:
+            if await super().on_tick(counter):
+                return True
+            if not self.drain.tick():
+                return False
+            self.config.timeout_graceful_shutdown = math.ceil(self.drain.seconds_left) + 1  # to read what was sent
+            return True
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.started:
+                self.drain.begin()
+            else:
+                sys.exit(0)
 
     config = uvicorn.Config(
         app,
@@ -102,11 +127,22 @@ def run(app: FastAPI, settings: ServeSettings) -> int:
         log_level="warning",
         access_log=False,
         server_header=False,
-        timeout_graceful_shutdown=settings.shutdown_timeout,
+        ws="none",
     )
     server = Server(config)
     server.run()
-    return 0 if server.started else 1
+    code = server.drain.exit_code if server.started else 1
+    if server.started and app.state.service.engine.running:
+        os._exit(code)  # its thread is stuck in native code, and would crash the interpreter's own end
+    return code
+
+
+def say(text: str) -> None:
+    """Prints; a full disk or a closed pipe behind stdout is no reason to stop."""
+    try:
+        print(text, flush=True)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _plan(arguments: list[str]) -> int:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -97,3 +100,53 @@ def serve(**settings: Any) -> Iterator[Live]:
     finally:
         server.should_exit = True
         thread.join(timeout=20)
+
+
+@dataclass
+class Process:
+    """A server in a process of its own, started by its command line."""
+
+    url: str
+    popen: subprocess.Popen[str]
+
+    def signal(self, number: int = signal.SIGTERM) -> None:
+        self.popen.send_signal(number)
+
+    def exit_code(self, seconds: float = 20.0) -> int:
+        return self.popen.wait(seconds)
+
+    def status(self, path: str) -> int:
+        return CLIENT.get(self.url + path).status_code
+
+
+@contextmanager
+def process(*flags: str, patch: str = "", stderr: Any = None) -> Iterator[Process]:
+    """`tokenteller serve` with these flags until the block ends; `patch` is run before it, to break something."""
+    program = patch + "\nimport sys\nfrom server.__main__ import main\nsys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-c", program, "serve", "--port", "0", *flags]
+    popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
+    assert popen.stdout is not None
+    try:
+        line = next((line for line in popen.stdout if " ready on " in line), None)
+        assert line, f"the server did not start: exit code {popen.wait(10)}"
+        yield Process(line.split(" ready on ")[1].strip(), popen)
+    finally:
+        popen.kill()
+        popen.wait()
+        popen.stdout.close()
+
+
+# one for all threads: each client of its own would load the machine's certificates first
+CLIENT = httpx.Client(limits=httpx.Limits(max_connections=None), timeout=60, trust_env=False)
+
+
+def stream_raw(url: str, **body: Any) -> str:
+    """A streamed answer as it came, whole or cut."""
+    got = b""
+    try:
+        with CLIENT.stream("POST", url + "/generate", json={"prompt": "x", **body}) as response:
+            for chunk in response.iter_raw():
+                got += chunk
+    except httpx.TransportError:
+        pass
+    return got.decode()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
@@ -17,6 +18,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from model.checkpoint import load
 from model.kv_pool import KVPool
 from server.api import generate, operations
+from server.api.life import Watch
 from server.api.service import Service
 from server.api.stream import Streams
 from server.engine.engine import Engine
@@ -47,6 +49,9 @@ def create_app(settings: ServeSettings) -> FastAPI:
     scheduler = Scheduler(ledger, settings.prefill_chunk)
     runner = Runner(checkpoint.decoder, pool, max_rows=settings.slots + settings.prefill_chunk)
     runner.warm_up()
+    began = time.monotonic()
+    runner.warm_up()  # once more, for its time
+    one_row_s = time.monotonic() - began
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -61,6 +66,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
             runner,
             deliver=lambda events: hand_over(streams.deliver, events),
             ended=lambda reason: hand_over(streams.end_all, reason),
+            one_row_s=one_row_s,
         )
         streams = Streams(
             engine,
@@ -72,9 +78,11 @@ def create_app(settings: ServeSettings) -> FastAPI:
         )
         app.state.service = Service(settings, checkpoint.name, plan, engine, streams)
         engine.start()
+        watch = asyncio.create_task(Watch(streams).run())
         try:
             yield
         finally:
+            watch.cancel()
             await asyncio.to_thread(engine.stop)
 
     app = FastAPI(title="tokenteller", lifespan=lifespan)

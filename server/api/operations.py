@@ -20,19 +20,19 @@ T = TypeVar("T")
 
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """Whether the process lives and its engine has not died. Never waits for the engine."""
+    """Whether the process lives and its engine is neither dead nor stuck. Never waits for the engine."""
     service = service_of(request)
-    if service.engine.alive:
+    sick = service.streams.sick()
+    if sick is None:
         return JSONResponse({"status": "ok", "model": service.model_name})
-    return JSONResponse({"status": "dead", "reason": service.streams.ended}, status_code=503)
+    return JSONResponse({"status": "stuck" if service.engine.alive else "dead", "reason": sick}, status_code=503)
 
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
     """Whether a request sent now would be taken."""
     service = service_of(request)
-    if service.draining or not service.engine.alive:
-        raise Unavailable("draining" if service.draining else "the engine is not running", retry_after_s=1)
+    service.streams.check_open()
     return JSONResponse({"status": "ready", "model": service.model_name})
 
 

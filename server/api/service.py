@@ -17,14 +17,13 @@ _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 @dataclass(slots=True)
 class Service:
-    """What the routes need. `draining` is set once the server has been told to stop."""
+    """What the routes need."""
 
     settings: ServeSettings
     model_name: str
     plan: KVPlan
     engine: Engine
     streams: Streams
-    draining: bool = False
 
 
 def service_of(request: Request) -> Service:

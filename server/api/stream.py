@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
@@ -13,6 +14,8 @@ from model.tokenizer import Tokenizer
 from server.engine.engine import Engine
 from server.engine.sequence import Event, Failed, Finished, Request, Started, Token
 from server.errors import ApiError, EngineFailure, NeverFits, QueueFull, SlowReader, Unavailable, Unprocessable
+
+log = logging.getLogger("tokenteller")
 
 SILENCE_S = 10.0  # after so long without a frame, a comment is sent
 
@@ -202,6 +205,16 @@ class Stream:
             self.close()
             self._wake.set()
 
+    def finish(self, reason: str) -> None:
+        """Ends what is open with `reason`, after the text it has. A stream that never got a slot fails instead."""
+        if self.started is None:
+            self.fail(Unavailable("the server ends before the request got a slot; ask again", retry_after_s=1))
+            return
+        for choice in self._choices:
+            choice.finish(reason)
+        self.close()
+        self._wake.set()
+
     def close(self) -> None:
         """All is received, or the reader is gone: nothing more is wanted. Safe to call at any time and again."""
         self._closed = True
@@ -258,7 +271,9 @@ class Streams:
         self.buffer_tokens = buffer_tokens
         self.slow_reader_s = slow_reader_s
         self.queue_limit = queue_limit
-        self.ended: str | None = None
+        self.ended: str | None = None  # why no event will ever come again
+        self.stuck: str | None = None  # why none comes now
+        self.drain_until: float | None = None  # monotonic; set once the server was told to end
         self._open: dict[str, Stream] = {}
 
     def __len__(self) -> int:
@@ -284,14 +299,41 @@ class Streams:
         """Events of one step."""
         for event in events:
             stream = self._open.get(event.request_id)
-            if stream is not None:
+            if stream is None:
+                continue
+            try:
                 stream.receive(event)
+            except Exception as error:  # a fault in one text must not cost the others their tokens
+                log.exception("a stream failed")
+                stream.fail(EngineFailure(f"the server failed on this stream with {type(error).__name__}"))
 
     def end_all(self, reason: str) -> None:
         """No more events will come."""
         self.ended = reason
+        self.fail_all(reason)
+
+    def fail_all(self, reason: str) -> None:
+        """Ends every stream with an error."""
         for stream in list(self._open.values()):
             stream.fail(EngineFailure(reason))
+
+    def finish_all(self, reason: str) -> None:
+        """Ends every stream as it stands."""
+        for stream in list(self._open.values()):
+            stream.finish(reason)
+
+    def sick(self) -> str | None:
+        """Why the engine makes no tokens: it is dead or stuck; None when it is well."""
+        return self.ended or (None if self.engine.alive else "the engine is not running") or self.stuck
+
+    def check_open(self) -> None:
+        """Raises Unavailable when no request can be taken: draining, or the engine is sick."""
+        if self.drain_until is not None:
+            left = max(1, round(self.drain_until - time.monotonic()))
+            raise Unavailable("the server is draining; it ends soon", retry_after_s=left)
+        sick = self.sick()
+        if sick:
+            raise Unavailable(sick, retry_after_s=5)
 
     def forget(self, stream: Stream) -> None:
         """The stream has ended on this side; whatever still runs for it is cancelled."""
@@ -343,8 +385,7 @@ class Streams:
         )
 
     def _refuse_what_cannot_be_taken(self) -> None:
-        if self.ended or not self.engine.alive:
-            raise Unavailable(self.ended or "the engine is not running", retry_after_s=1)
+        self.check_open()
         status = self.engine.status
         waiting = sum(stream.started is None for stream in self._open.values())
         seats = 0 if status.blocked_by else status.free_slots

@@ -31,6 +31,39 @@ class Status:
     soonest_free_s: float = 0.0  # latest time until a slot comes free
 
 
+@dataclass(frozen=True, slots=True)
+class Pulse:
+    """The round the engine is in, and the seconds it may take before it counts as stuck."""
+
+    round: int
+    patience_s: float
+
+
+class Patience:
+    """How long a step may take: ten times the slowest of its size lately, and never less than FLOOR_S.
+
+    A step that is long because a big model computes is no hang, so the bound is learned, by powers of two of the
+    step's rows. A size not seen yet is taken to cost as much per row as the next smaller one that was.
+    """
+
+    FLOOR_S = 1.25
+    FACTOR = 10.0
+
+    def __init__(self, one_row_s: float) -> None:
+        self._slowest = {1: one_row_s}  # by bit length of the rows
+
+    def of(self, rows: int) -> float:
+        """Seconds that a step of `rows` rows may take."""
+        size = rows.bit_length()
+        known = max((at for at in self._slowest if at <= size), default=1)
+        return max(self.FLOOR_S, self.FACTOR * self._slowest[known] * 2 ** max(0, size - known))
+
+    def learn(self, rows: int, seconds: float) -> None:
+        """A step took `seconds`; what was slow once is forgotten after some tens of steps of that size."""
+        size = rows.bit_length()
+        self._slowest[size] = max(seconds, 0.95 * self._slowest.get(size, 0.0))
+
+
 class Engine:
     """Runs the scheduler and the runner on a thread of its own.
 
@@ -43,6 +76,7 @@ class Engine:
         runner: Runner,
         deliver: Callable[[list[Event]], None],
         ended: Callable[[str], None],
+        one_row_s: float = 0.01,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
@@ -50,6 +84,9 @@ class Engine:
         self.ended = ended
         self.status = Status(free_slots=scheduler.ledger.free_slots)
         self.failure: BaseException | None = None
+        self.pulse: Pulse | None = None  # None while it waits for work; replaced whole, so any thread may read it
+        self._round = 0
+        self._patience = Patience(one_row_s)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._guarded, name="engine", daemon=True)
@@ -58,13 +95,18 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the step it is in; what still runs is failed."""
+        """Ends the thread after the step it is in; what still runs is failed. Does not wait long for a stuck one."""
 
         def stop() -> None:
             self._stopping = True
 
         self._inbox.put(stop)
-        self._thread.join(timeout=10)
+        self._thread.join(timeout=2)
+
+    @property
+    def running(self) -> bool:
+        """Whether its thread still exists."""
+        return self._thread.is_alive()
 
     @property
     def alive(self) -> bool:
@@ -108,22 +150,33 @@ class Engine:
             if self._stopping:
                 return
             step = self.scheduler.plan()
+            self._beat(self._patience.of(step.rows))
             self._post(step.events)
             began = time.monotonic()
             outcomes = self.runner.run(step)
             self._post(self.scheduler.commit(step, outcomes))
             idle = not step.spans
-            self._publish(0.0 if idle else time.monotonic() - began)
+            seconds = time.monotonic() - began
+            if not idle:
+                self._patience.learn(step.rows, seconds)
+            self._publish(0.0 if idle else seconds)
 
     def _drain(self, block: bool) -> None:
         """Carries out all that has arrived; waits for the first when there is nothing to compute."""
         if block:
-            self._inbox.get()()
+            self.pulse = None
+            first = self._inbox.get()
+            self._beat(self._patience.FLOOR_S)
+            first()
         while True:
             try:
                 self._inbox.get_nowait()()
             except queue.Empty:
                 return
+
+    def _beat(self, patience_s: float) -> None:
+        self._round += 1
+        self.pulse = Pulse(self._round, patience_s)
 
     def _post(self, events: Iterable[Event]) -> None:
         events = list(events)

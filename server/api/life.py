@@ -1,0 +1,91 @@
+"""Life and end of a server: the watch over the engine's pulse, and the drain. On the event loop only."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+
+from server.api.stream import Streams
+from server.engine.engine import Pulse
+
+log = logging.getLogger("tokenteller")
+
+TICK_S = 0.25
+
+
+class Watch:
+    """Compares the engine's pulse tick by tick; an engine without a new one for too long is stuck.
+
+    It counts its own ticks and not the clock, so that a process that was stopped for a while finds no fault at waking.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._seen: Pulse | None = None
+        self._ticks = 0
+
+    async def run(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            self.tick()
+
+    def tick(self) -> None:
+        """One look. A verdict ends every stream; it is taken back when the engine goes on after all."""
+        streams, pulse = self._streams, self._streams.engine.pulse
+        self._ticks = self._ticks + 1 if pulse is not None and pulse == self._seen else 0
+        self._seen = pulse
+        stuck = pulse is not None and self._ticks * TICK_S >= pulse.patience_s
+        if stuck and pulse is not None and streams.stuck is None:
+            streams.stuck = f"the engine made no progress for {pulse.patience_s:.3g} s"
+            log.error("engine stuck", extra={"fields": {"round": pulse.round, "patience_s": pulse.patience_s}})
+            streams.fail_all(streams.stuck)
+        elif not stuck and streams.stuck is not None:
+            log.warning("engine goes on", extra={"fields": {"stuck": streams.stuck}})
+            streams.stuck = None
+
+
+class Drain:
+    """The end: no new requests, running streams may finish until the deadline, then they end with `shutdown`.
+
+    An engine that stays dead or stuck for as long ends the server too, with exit code 1, so that a supervisor sees it.
+    """
+
+    def __init__(self, streams: Streams, timeout_s: float) -> None:
+        self._streams = streams
+        self._timeout_s = timeout_s
+        self._sick_since: float | None = None
+        self.exit_code = 0
+
+    def begin(self) -> None:
+        """Starts to drain; a second call ends what still runs at the next tick."""
+        now = time.monotonic()
+        self._streams.drain_until = now + self._timeout_s if self._streams.drain_until is None else now
+
+    @property
+    def seconds_left(self) -> float:
+        """Until the deadline of a drain that has begun."""
+        assert self._streams.drain_until is not None
+        return max(0.0, self._streams.drain_until - time.monotonic())
+
+    def tick(self) -> bool:
+        """Whether the server should close its sockets now."""
+        streams = self._streams
+        if streams.drain_until is None:
+            return self._given_up()
+        if len(streams) and not self.seconds_left:
+            log.warning("ending streams", extra={"fields": {"streams": len(streams)}})
+            streams.finish_all("shutdown")
+        return not len(streams)
+
+    def _given_up(self) -> bool:
+        now = time.monotonic()
+        if self._streams.sick() is None:
+            self._sick_since = None
+            return False
+        self._sick_since = self._sick_since or now
+        if now - self._sick_since < max(self._timeout_s, 5.0):
+            return False
+        self.exit_code = 1
+        self._streams.drain_until = now
+        return True

@@ -48,13 +48,13 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-WORDS = """apple river stone garden window bridge summer winter letter paper candle forest island mountain market
+TEXT = """apple river stone garden window bridge summer winter letter paper candle forest island mountain market
     kitchen table mirror engine wheel copper silver golden yellow purple orange bottle basket ladder hammer needle
     thread button pocket jacket helmet camera guitar violin trumpet rabbit horse sheep tiger eagle spider butter
     cheese pepper sugar honey lemon cherry carrot potato onion bread soup salad dinner lunch morning evening
     station train ticket journey harbor sailor captain doctor teacher artist farmer baker singer writer reader
-    number circle square corner center distance signal planet comet rocket thunder shadow desert valley meadow
-""".split()
+    number circle square corner center distance signal planet comet rocket thunder shadow desert valley meadow"""
+WORDS = TEXT.split()
 
 LINE_END = re.compile(rb"\r\n|\r|\n")  # the only line ends of SSE; U+2028 and U+0085 are text
 SLICE = 64  # frames parsed before other streams get their turn
@@ -197,7 +197,7 @@ def make_body(args: argparse.Namespace, rng: random.Random, index: int) -> dict[
 
 
 def make_drop(fraction: float, rng: random.Random, max_tokens: int) -> Drop | None:
-    """Half of the drops come within 0.1 s and no later than the first chunk, half in mid-stream.
+    """Half of the drops come within 0.1 s of the POST and no later than the first chunk, half in mid-stream.
 
     A reply that ends before its drop is due is an ordinary completed request.
     """
@@ -226,16 +226,17 @@ def arrivals(args: argparse.Namespace) -> Iterator[float]:
 async def transfer(client: httpx.AsyncClient, request: httpx.Request, drop: Drop | None, timeout: float) -> Transfer:
     """Send one request and stamp each chunk; nothing is parsed here, so that stamps of other streams are not late."""
     wire = Transfer()
+    limit = min(timeout, drop.delay) if drop else timeout
+    last = drop.chunks if drop else 0
 
     async def trace(event: str, _: object) -> None:
         if event.endswith("send_request_body.complete"):
             wire.sent = perf_counter()
+            clock.reschedule(asyncio.get_running_loop().time() + limit)
 
     request.extensions["trace"] = trace
-    limit = min(timeout, drop.delay) if drop else timeout
-    last = drop.chunks if drop else 0
     try:
-        async with asyncio.timeout(limit):
+        async with asyncio.timeout(timeout) as clock:
             response = await client.send(request, stream=True)
             wire.status, wire.retry_after = response.status_code, response.headers.get("retry-after", "")
             try:
@@ -248,7 +249,8 @@ async def transfer(client: httpx.AsyncClient, request: httpx.Request, drop: Drop
             finally:
                 await response.aclose()
     except TimeoutError:
-        wire.fault, wire.detail = ("aborted", "") if limit < timeout else ("timeout", f"no end after {timeout:g} s")
+        ours = wire.sent and limit < timeout
+        wire.fault, wire.detail = ("aborted", "") if ours else ("timeout", f"no end after {timeout:g} s")
     except (httpx.ConnectError, httpx.ConnectTimeout) as error:
         wire.fault, wire.detail = "connect_error", str(error) or type(error).__name__
     except httpx.HTTPError as error:
@@ -456,9 +458,9 @@ async def load_modules() -> None:
         writer.write(b"HTTP/1.1 204 No Content\r\nConnection: close\r\n\r\n")
         writer.close()
 
-    async with await asyncio.start_server(reply, "127.0.0.1", 0) as server:
-        async with httpx.AsyncClient(trust_env=False) as client:
-            await client.get(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
+    server = await asyncio.start_server(reply, "127.0.0.1", 0)
+    async with server, httpx.AsyncClient(trust_env=False) as client:
+        await client.get(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/")
 
 
 async def warm_up(args: argparse.Namespace) -> None:

@@ -67,7 +67,7 @@ async def fake_server(answer: Answer) -> AsyncIterator[FakeServer]:
         gone = asyncio.create_task(reader.read(1))
         work = asyncio.ensure_future(answer(body, writer))
         await asyncio.wait({gone, work}, return_when=asyncio.FIRST_COMPLETED)
-        fake.dropped += not work.done()
+        fake.dropped += not work.done() or work.exception() is not None  # the write after the drop may fail first
         fake.running -= 1
         work.cancel()
         gone.cancel()
@@ -166,7 +166,7 @@ def measure(answer: Answer, *flags: str) -> tuple[dict[str, Any], FakeServer]:
     async def go() -> tuple[dict[str, Any], FakeServer]:
         async with fake_server(answer) as fake:
             load = await lt.run_load(arguments(fake.url, *flags))
-            async with asyncio.timeout(2):
+            async with asyncio.timeout(5):
                 while fake.running:  # what we dropped must reach the server
                     await asyncio.sleep(0.01)
             return lt.summarise(load), fake
@@ -203,7 +203,7 @@ def test_tokens_come_from_usage_and_latencies_from_frames_with_text(endpoint: st
 def test_the_script_alone_measures_the_same_and_finds_the_model_by_itself() -> None:
     async def go() -> tuple[tuple[int, str, str], FakeServer]:
         async with fake_server(gapped("/v1/completions")) as fake:
-            flags = "--endpoint /v1/completions --requests 1 --json - --api-key k".split()
+            flags = ["--endpoint", "/v1/completions", "--requests", "1", "--json", "-", "--api-key", "k"]
             return await run_script("--url", fake.url, *flags), fake
 
     (code, out, err), fake = asyncio.run(go())
@@ -257,7 +257,7 @@ FAILURES: dict[str, tuple[str, Answer]] = {
 
 def test_each_kind_of_failure_is_counted_apart_and_none_is_retried() -> None:
     answers = [QUICK, *(answer for _, answer in FAILURES.values())]
-    flags = ("--requests", str(len(answers)), "--concurrency", "1", "--timeout", "0.8")
+    flags = ("--requests", str(len(answers)), "--concurrency", "1", "--timeout", "1")
     report, fake = measure(in_turn(*answers), *flags)
     expected = ["ok", *(kind for kind, _ in FAILURES.values())]
     assert [request["kind"] for request in report["per_request"]] == expected
@@ -344,15 +344,17 @@ def test_prompt_ids_have_the_exact_length_and_share_the_prefix() -> None:
 
 
 def test_open_loop_arrivals_follow_the_rate_whatever_the_server_does() -> None:
-    slow = stream(START, 0.3, token(), native_end())
-    flags = ("--rate", "50", "--requests", "40", "--seed", "3")
+    slow = stream(START, 0.4, token(), native_end())
+    flags = ("--rate", "20", "--requests", "16", "--seed", "3")
     report, fake = measure(slow, *flags)
     due = list(lt.arrivals(arguments("http://h", *flags)))
-    assert due[-1] == pytest.approx(40 / 50)
-    lags = [seen - fake.arrivals[0] - (want - due[0]) for seen, want in zip(fake.arrivals, due, strict=True)]
-    assert statistics.median(map(abs, lags)) < 0.02
-    assert report["requests"]["completed"] == 40
-    assert report["requests"]["peak_concurrency"] > 8 and fake.most_running > 8
+    assert due[-1] == pytest.approx(16 / 20)
+    for request, second in zip(report["per_request"], due, strict=True):
+        assert request["sent_ms"] - request["client_wait_ms"] == pytest.approx(second * 1e3, abs=0.01)
+    lags = [seen - want for seen, want in zip(fake.arrivals, due, strict=True)]
+    assert statistics.median(abs(lag - statistics.median(lags)) for lag in lags) < 0.1
+    assert report["requests"]["completed"] == 16 and report["wall_s"] < 3  # one by one: over 6 s
+    assert report["requests"]["peak_concurrency"] > 4
 
 
 @pytest.mark.parametrize(("burstiness", "variation"), [("1", 1.0), ("4", 0.5), ("0.25", 2.0)])
@@ -375,23 +377,24 @@ def test_closed_loop_keeps_n_requests_under_way_until_the_duration_is_over() -> 
     slow = stream(START, 0.1, token(), native_end())
     report, fake = measure(slow, "--concurrency", "3", "--duration", "0.35")
     assert fake.most_running == report["requests"]["peak_concurrency"] == 3
-    assert 9 <= report["requests"]["completed"] == len(fake.bodies) <= 12  # the last round may finish
+    assert 3 < report["requests"]["completed"] == len(fake.bodies) <= 12  # four rounds; the last one may finish
+    assert all(r["sent_ms"] - r["client_wait_ms"] < 350 for r in report["per_request"])
     assert report["wall_s"] > 0.35 and report["requests"]["unfinished"] == 0
 
 
 def test_the_connection_pool_does_not_cap_the_concurrency() -> None:
     async def go() -> dict[str, Any]:
-        everyone = asyncio.Barrier(110)  # httpx allows 100 connections unless told otherwise
+        everyone = asyncio.Barrier(101)  # httpx allows 100 connections unless told otherwise
 
         async def together(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:
             await everyone.wait()
             await QUICK(body, writer)
 
         async with fake_server(together) as fake:
-            flags = ("--concurrency", "110", "--requests", "110", "--timeout", "8")
+            flags = ("--concurrency", "101", "--requests", "101", "--timeout", "30")
             return lt.summarise(await lt.run_load(arguments(fake.url, *flags)))  # type: ignore[no-any-return]
 
-    assert asyncio.run(go())["requests"]["completed"] == 110
+    assert asyncio.run(go())["requests"]["completed"] == 101
 
 
 def test_warmup_is_sent_but_not_measured() -> None:
@@ -469,7 +472,7 @@ def test_ctrl_c_prints_what_was_gathered_so_far() -> None:
             flags = ("--url", fake.url, "--concurrency", "2", "--json", "-", "--quiet")
             pipe, null = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
             process = await asyncio.create_subprocess_exec(sys.executable, SCRIPT, *flags, stdout=pipe, stderr=null)
-            async with asyncio.timeout(10):
+            async with asyncio.timeout(30):
                 while len(fake.bodies) < 4:
                     await asyncio.sleep(0.02)
                 process.send_signal(signal.SIGINT)

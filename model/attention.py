@@ -1,4 +1,6 @@
-"""Attention: QKV projection, RoPE, scaled dot-product attention over a slot, output projection; MHA, GQA and MQA.
+"""Attention: QKV projection, RoPE, scaled dot-product attention over a slot, output projection.
+
+Multi-head, grouped-query and multi-query, each with or without a sliding window.
 
 Shape letters, here and in decoder.py: B sequences, T new positions, N rows (positions of all sequences in one step),
 H query heads, K kv heads, D head_dim, E model width.
@@ -7,12 +9,14 @@ H query heads, K kv heads, D head_dim, E model width.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
-from model.config import ModelConfig
+from model.config import ModelConfig, Rope
 from model.kernels import attend_rows
 from model.kv_pool import KVPool
 from model.linear import Linear
@@ -31,13 +35,56 @@ class Batch:
     positions: torch.Tensor  # [N] int64
     sample_rows: torch.Tensor  # [S] int64
 
+    def to(self, device: torch.device) -> Batch:
+        return Batch(*(part.to(device) for part in (self.tokens, self.slots, self.positions, self.sample_rows)))
 
-def rope_table(config: ModelConfig, max_context: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [max_context, D/2], of position x theta^(-2i/D) (Su et al. 2021, "RoFormer")."""
-    exponents = torch.arange(0, config.head_dim, 2, dtype=torch.float32) / config.head_dim
-    frequencies = 1.0 / (config.rope_theta**exponents)
+
+def rope_frequencies(rope: Rope, dim: int) -> torch.Tensor:
+    """Angle per position of each pair, [D/2]: theta^(-2i/D) (Su et al. 2021), stretched as `rope.kind` says."""
+    base = rope.theta ** (torch.arange(0, dim, 2, dtype=torch.float32) / dim)  # [D/2]
+    plain = 1.0 / base
+    if rope.kind == "linear":
+        return plain / rope.factor
+    if rope.kind == "llama3":
+        turns = rope.original_context * plain / (2 * math.pi)  # rotations within the trained context
+        blend = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        blend = blend.clamp(0, 1)  # 0: long wave, stretched; 1: short wave, kept
+        return (1 - blend) * plain / rope.factor + blend * plain
+    if rope.kind == "yarn":
+        low, high = _yarn_bounds(rope, dim)
+        pairs = torch.arange(dim // 2, dtype=torch.float32)
+        stretched = ((pairs - low) / (high - low or 0.001)).clamp(0, 1)  # [D/2]: 0 kept, 1 stretched
+        return stretched / (rope.factor * base) + (1 - stretched) / base
+    return plain
+
+
+def _yarn_bounds(rope: Rope, dim: int) -> tuple[float, float]:
+    """The pairs between which yarn goes over from kept to stretched (Peng et al. 2023, section 3.2)."""
+
+    def pair(rotations: float) -> float:
+        return dim * math.log(rope.original_context / (rotations * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = pair(rope.beta_fast), pair(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    return max(low, 0), min(high, dim - 1)
+
+
+def rope_table(
+    config: ModelConfig, max_context: int, factors: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """cos and sin, each [max_context, D/2], of position x frequency; `factors` [D/2] divide the frequencies.
+
+    A model with learned positions turns nothing: its table is that of angle 0.
+    """
+    rope = config.rope or Rope()
+    frequencies = rope_frequencies(rope, config.head_dim)  # [D/2]
+    if factors is not None:
+        frequencies = frequencies / factors.float()
+    if config.rope is None:
+        frequencies = torch.zeros_like(frequencies)
     angles = torch.arange(max_context, dtype=torch.float32)[:, None] * frequencies  # [max_context, D/2]
-    return angles.cos(), angles.sin()
+    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -66,15 +113,55 @@ def scaled_dot_product(
     return scores, weights, weights @ v
 
 
+def attend_batch(
+    q: torch.Tensor,
+    kv: torch.Tensor,
+    slots: torch.Tensor,
+    positions: torch.Tensor,
+    layer: int,
+    scale: float,
+    window: int,
+) -> torch.Tensor:
+    """What `kernels.attend_rows` computes, in one torch call for a GPU: q [N, H, D] -> [N, H, D].
+
+    kv is the pool's tensor; the rows of one sequence lie together in the batch. Sequences are padded to the longest.
+    """
+    sequences, owner, counts = slots.unique_consecutive(return_inverse=True, return_counts=True)  # [B], [N], [B]
+    at = torch.arange(len(slots), device=q.device) - (counts.cumsum(0) - counts)[owner]  # [N], row within its sequence
+    padded = q.new_zeros(len(sequences), int(counts.max()), *q.shape[1:])  # [B, T, H, D]
+    padded[owner, at] = q
+    last = positions.new_zeros(padded.shape[:2])  # [B, T]; a padded query looks at row 0, so that nothing is NaN
+    last[owner, at] = positions
+    keys = torch.arange(int(positions.max()) + 1, device=q.device)  # [n]
+    seen = (keys <= last[..., None]) & (keys > last[..., None] - window)  # [B, T, n]
+    k = kv[:, layer, 0, :, : len(keys)][sequences]  # [B, K, n, D]
+    v = kv[:, layer, 1, :, : len(keys)][sequences]  # [B, K, n, D]
+    mixed = F.scaled_dot_product_attention(
+        padded.transpose(1, 2).to(k.dtype), k, v, attn_mask=seen[:, None], scale=scale, enable_gqa=True
+    )  # [B, H, T, D]
+    return mixed.transpose(1, 2)[owner, at].to(q.dtype)  # [N, H, D]
+
+
 class Attention:
     """One layer's attention. Holds weights only; what it reads and writes is in the arguments."""
 
-    def __init__(self, config: ModelConfig, layer: int, qkv: Linear, out: Linear) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        layer: int,
+        qkv: Linear,
+        out: Linear,
+        q_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        k_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ) -> None:
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
         self.scale = np.float32(1.0 / math.sqrt(config.head_dim))
+        self.window = config.window(layer) or config.max_context
         self.layer = layer
         self.qkv = qkv
         self.out = out
+        self.q_norm = q_norm
+        self.k_norm = k_norm
 
     def __call__(
         self, x: torch.Tensor, batch: Batch, pool: KVPool, cos: torch.Tensor, sin: torch.Tensor
@@ -82,19 +169,27 @@ class Attention:
         """x [M, E] -> [M, E]; writes K and V of the batch's N rows to the pool. cos, sin [N, D/2]."""
         rows = batch.slots.shape[0]
         q, k, v = self.project(x)
-        q = rotate(q[:rows], cos, sin)  # [N, H, D]
-        k = rotate(k[:rows], cos, sin)  # [N, K, D]: rotated once, at its own position, before it is written
-        pool.write(self.layer, batch.slots, batch.positions, k, v[:rows])
+        q, k, v = q[:rows], k[:rows], v[:rows]  # [N, H, D], [N, K, D], [N, K, D]
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q = rotate(q, cos, sin)
+        k = rotate(k, cos, sin)  # once, at its own position, before it is written
+        pool.write(self.layer, batch.slots, batch.positions, k, v)
         mixed = x.new_zeros(x.shape[0], self.heads, self.dim)  # [M, H, D]
-        attend_rows(
-            q.contiguous().numpy(),
-            pool.array,
-            batch.slots.numpy(),
-            batch.positions.numpy(),
-            self.layer,
-            self.scale,
-            mixed[:rows].numpy(),
-        )
+        if x.is_cuda:
+            where = batch.slots, batch.positions, self.layer
+            mixed[:rows] = attend_batch(q, pool.kv, *where, float(self.scale), self.window)
+        else:
+            attend_rows(
+                q.contiguous().numpy(),
+                pool.array,
+                batch.slots.numpy(),
+                batch.positions.numpy(),
+                self.layer,
+                self.scale,
+                self.window,
+                mixed[:rows].numpy(),
+            )
         return self.out(mixed.view(x.shape[0], -1))  # [M, E]
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import re
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import tokenizers
-from safetensors.torch import load_file
+import torch
+from safetensors import safe_open
 
 from model.config import TOY, ConfigError, ModelConfig, locate
-from model.decoder import Decoder
+from model.decoder import Decoder, WeightError
 from model.linear import Storage
 from model.tokenizer import Tokenizer
 
 T = TypeVar("T")
+Part = Callable[[torch.Tensor], torch.Tensor]
 
 
 class CheckpointError(ValueError):
@@ -39,10 +42,139 @@ def load(model: str, storage: Storage) -> Checkpoint:
         config, directory = ModelConfig.read(model), locate(model)
     except ConfigError as error:
         raise CheckpointError(str(error)) from error
-    weights_path = directory / "model.safetensors"
-    decoder = _named(weights_path, lambda: Decoder(config, load_file(weights_path), storage))
+    files = SafetensorsFiles(directory)
+    family = _json(directory / "config.json")["model_type"]
+    weights = Renamed(files, gpt2_names(files)) if family == "gpt2" else Renamed(files, llama_names(files))
+    try:
+        decoder = Decoder(config, weights, storage)
+    except WeightError as error:
+        name = weights.own_name(error.tensor)
+        raise CheckpointError(f"{files.path_of(name)}: tensor {name!r} {error.problem}") from error
     name = "toy" if directory == TOY else directory.name
     return Checkpoint(name, config, decoder, load_tokenizer(directory, config))
+
+
+class SafetensorsFiles(Mapping[str, torch.Tensor]):
+    """The tensors of a directory, in one file or in shards named by an index; each is read when it is asked for."""
+
+    def __init__(self, directory: Path) -> None:
+        single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+        self._default = single if single.exists() or not index.exists() else index
+        if self._default == single:
+            if not single.exists():
+                raise CheckpointError(f"{single}: no such file; weights are read from safetensors or GGUF files only")
+            handle = _open(single)
+            self._where = dict.fromkeys(handle.keys(), (single, handle))
+        else:
+            self._where = _sharded(index)
+
+    def path_of(self, name: str) -> Path:
+        """The file that holds a tensor, or where it would be named."""
+        return self._where[name][0] if name in self._where else self._default
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        path, handle = self._where[name]
+        tensor: torch.Tensor = _named(path, lambda: handle.get_tensor(name))
+        return tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._where)
+
+    def __len__(self) -> int:
+        return len(self._where)
+
+
+def _open(path: Path) -> Any:
+    return _named(path, lambda: safe_open(path, framework="pt"))
+
+
+def _sharded(index: Path) -> dict[str, tuple[Path, Any]]:
+    """Every tensor's shard, after proving that index and shards name the same tensors."""
+    said = _json(index).get("weight_map")
+    if not isinstance(said, dict) or not all(isinstance(shard, str) for shard in said.values()):
+        raise CheckpointError(f"{index}: 'weight_map' is missing, or does not map tensors to files")
+    where: dict[str, tuple[Path, Any]] = {}
+    for shard in sorted(set(said.values())):
+        path, expected = index.parent / shard, {name for name, file in said.items() if file == shard}
+        if path.parent != index.parent:
+            raise CheckpointError(f"{index}: shard {shard!r} lies outside of the checkpoint")
+        if not path.exists():
+            raise CheckpointError(f"{path}: no such file; the index expects {len(expected)} tensors in it")
+        handle = _open(path)
+        held = set(handle.keys())
+        if held != expected:
+            odd = min(held ^ expected)
+            problem = "is in the index but not in this shard" if odd in expected else "is not in the index"
+            raise CheckpointError(f"{path}: tensor {odd!r} {problem}")
+        where |= dict.fromkeys(held, (path, handle))
+    return where
+
+
+class Renamed(Mapping[str, torch.Tensor]):
+    """The tensors of a file under the decoder's names. `names`: ours -> (the file's own, which part of it is ours)."""
+
+    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, tuple[str, Part | None]]) -> None:
+        self._tensors = tensors
+        self._names = names
+
+    def own_name(self, name: str) -> str:
+        """The file's own name of a tensor, for messages."""
+        return self._names[name][0] if name in self._names else name
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        own, part = self._names[name]
+        tensor = self._tensors[own]
+        return part(tensor) if part else tensor
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._names)
+
+    def __len__(self) -> int:
+        return len(self._names)
+
+
+Names = dict[str, tuple[str, Part | None]]
+_BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")  # derived values that older files carry
+
+
+def llama_names(tensors: Mapping[str, torch.Tensor]) -> Names:
+    """Llama, Mistral and Qwen files use the decoder's own names."""
+    return {name: (name, None) for name in tensors if not _BUFFERS.search(name)}
+
+
+_GPT2 = {
+    "wte": "model.embed_tokens",
+    "wpe": "model.embed_positions",
+    "ln_f": "model.norm",
+    "ln_1": "input_layernorm",
+    "attn.c_proj": "self_attn.o_proj",
+    "ln_2": "post_attention_layernorm",
+    "mlp.c_fc": "mlp.up_proj",
+    "mlp.c_proj": "mlp.down_proj",
+}
+_BLOCK = re.compile(r"h\.(\d+)\.(.+)")
+
+
+def gpt2_names(tensors: Mapping[str, torch.Tensor]) -> Names:
+    """GPT-2's names; its matrices are stored [in, out] (Conv1D), and q, k and v as one."""
+    names: Names = {}
+    for own in tensors:
+        if _BUFFERS.search(own):
+            continue
+        module, _, kind = own.removeprefix("transformer.").rpartition(".")
+        block = _BLOCK.fullmatch(module)
+        at, module = (f"model.layers.{block[1]}.", block[2]) if block else ("", module)
+        matrix = kind == "weight" and block and "ln_" not in module
+        if module == "attn.c_attn":
+            for part, letter in enumerate("qkv"):
+                names[f"{at}self_attn.{letter}_proj.{kind}"] = (own, _third(part))
+        else:
+            names[f"{at}{_GPT2.get(module, module)}.{kind}"] = (own, torch.t if matrix else None)
+    return names
+
+
+def _third(part: int) -> Part:
+    return lambda tensor: tensor.t().chunk(3)[part]  # [E, 3E] -> [E, E]; [3E] -> [E]
 
 
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:

@@ -1,33 +1,66 @@
-"""ModelConfig: the numbers that decide a decoder's shape and maths. Torch-free."""
+"""ModelConfig: the numbers and choices that decide a decoder's shape and maths. Torch-free.
+
+One decoder computes every family; a family is nothing but a set of values here. A key that changes the maths is
+honoured or refused by name. Keys that change nothing at inference are listed; any other is named once in a warning.
+"""
 
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+import logging
+import math
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 TOY = Path(__file__).parent / "toy"
+log = logging.getLogger("tokenteller.model")
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
 class ConfigError(ValueError):
-    """A config.json that cannot be honoured; the message names the key."""
+    """A config.json or GGUF header that cannot be honoured; the message names the key."""
 
 
-# Keys that must have one of these values, because the decoder computes nothing else.
-_FIXED: dict[str, tuple[Any, ...]] = {
-    "model_type": ("llama",),
-    "hidden_act": ("silu",),
-    "attention_bias": (False,),
-    "mlp_bias": (False,),
-    "pretraining_tp": (1,),
-}
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Rotary positions (Su et al. 2021): the base, and how the frequencies are stretched beyond the trained context.
+
+    linear: all by `factor` (Chen et al. 2023). llama3: long waves by `factor`, short ones not (Llama 3.1). yarn: so
+    too, with another way between the two, and cos and sin scaled by `attention_factor` (Peng et al. 2023).
+    """
+
+    theta: float = 10_000.0
+    kind: RopeKind = "default"
+    factor: float = 1.0
+    original_context: int = 0  # the trained context: llama3 and yarn
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    attention_factor: float = 1.0  # yarn
+
+    def __post_init__(self) -> None:
+        if not (math.isfinite(self.theta) and self.theta > 1):
+            raise ConfigError(f"RoPE base 'rope_theta' is {self.theta}; it must be above 1")
+        if not (math.isfinite(self.factor) and self.factor > 0):
+            raise ConfigError(f"RoPE 'factor' is {self.factor}; it must be above 0")
+        if self.kind in ("llama3", "yarn") and self.original_context < 1:
+            raise ConfigError(f"RoPE 'original_max_position_embeddings' is {self.original_context}")
+        if self.kind == "llama3" and not 0 < self.low_freq_factor < self.high_freq_factor:
+            raise ConfigError(
+                f"RoPE 'low_freq_factor' is {self.low_freq_factor}; it must be above 0 and below 'high_freq_factor', "
+                f"which is {self.high_freq_factor}"
+            )
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A decoder in Llama form: pre-norm RMSNorm, RoPE, grouped-query attention, SwiGLU."""
+    """A pre-norm decoder with causal, optionally windowed, grouped-query attention."""
 
     vocab_size: int
     width: int
@@ -37,36 +70,66 @@ class ModelConfig:
     num_kv_heads: int
     head_dim: int
     max_context: int
+    norm: Literal["rms", "layer"] = "rms"
     norm_eps: float = 1e-5
-    rope_theta: float = 10_000.0
+    activation: Activation = "silu"
+    gated_mlp: bool = True  # down(act(gate) * up); else down(act(up))
+    rope: Rope | None = Rope()  # None: learned absolute positions
+    qkv_bias: bool = False
+    out_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False  # RMSNorm over each head of q and k, before RoPE
+    windows: tuple[int | None, ...] = ()  # per layer, in rows, the query's own counted; empty: no layer has one
     tied_embeddings: bool = False
 
     def __post_init__(self) -> None:
         for name in ("vocab_size", "width", "mlp_width", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
+        if self.max_context < 2:
+            raise ConfigError(f"max_context is {self.max_context}; it must be at least 2")
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} kv heads evenly")
         if self.head_dim % 2:
             raise ConfigError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs")
+        if self.windows and len(self.windows) != self.num_layers:
+            raise ConfigError(f"{len(self.windows)} layer types for {self.num_layers} layers")
 
     @property
     def group(self) -> int:
         """Query heads that share one kv head: 1 is multi-head, num_heads is multi-query attention."""
         return self.num_heads // self.num_kv_heads
 
+    def window(self, layer: int) -> int | None:
+        """Rows that a query of this layer may look at, its own counted; None: all before it."""
+        return self.windows[layer] if self.windows else None
+
     @property
     def num_parameters(self) -> int:
         """Weights of the whole model, the head counted once when it is tied to the embedding."""
-        attention = self.width * self.head_dim * 2 * (self.num_heads + self.num_kv_heads)
-        layer = attention + 3 * self.width * self.mlp_width + 2 * self.width
-        embeddings = self.vocab_size * self.width * (1 if self.tied_embeddings else 2)
-        return self.num_layers * layer + embeddings + self.width
+        matrices, rest = self._weights()
+        return matrices + rest
 
     def weight_bytes(self, bytes_per_weight: int) -> int:
-        """Bytes the weights take as served. A tied head is stored once in fp32, and again in its packed fp16 form."""
+        """Bytes the weights take as served: matrices as stored, norms and biases in fp32.
+
+        A tied head is stored once in fp32, and again in its packed form where that is another one.
+        """
+        matrices, rest = self._weights()
         again = self.vocab_size * self.width if self.tied_embeddings and bytes_per_weight < 4 else 0
-        return (self.num_parameters + again) * bytes_per_weight
+        return (matrices + again) * bytes_per_weight + rest * 4
+
+    def _weights(self) -> tuple[int, int]:
+        """Numbers in matrices (embeddings among them), and in norms and biases."""
+        e, h, k, d, m = self.width, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp_width
+        ups = 2 if self.gated_mlp else 1
+        norm = e * (2 if self.norm == "layer" else 1)
+        layer = e * d * 2 * (h + k) + (ups + 1) * e * m
+        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * e
+        positions = 0 if self.rope else self.max_context * e
+        biases = self.qkv_bias * (h + 2 * k) * d + self.out_bias * e + self.mlp_bias * (ups * m + e)
+        rest = 2 * norm + biases + self.qk_norm * 2 * d
+        return self.num_layers * layer + embeddings + positions, self.num_layers * rest + norm
 
     @classmethod
     def read(cls, model: str) -> ModelConfig:
@@ -78,37 +141,317 @@ class ModelConfig:
             raise ConfigError(f"{path}: {error}") from error
 
     @classmethod
-    def from_hf(cls, raw: dict[str, Any]) -> ModelConfig:
+    def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """From a Hugging Face config.json. Raises ConfigError for what would change the maths and is not computed."""
-        for key, allowed in _FIXED.items():
-            if key in raw and raw[key] is not None and raw[key] not in allowed:
-                raise ConfigError(f"config key {key!r} is {raw[key]!r}; supported: {', '.join(map(repr, allowed))}")
-        for key in _REQUIRED:
-            if not isinstance(raw.get(key), int):
-                raise ConfigError(f"config key {key!r} is missing or not an integer")
-        heads = raw["num_attention_heads"]
-        return cls(
-            vocab_size=raw["vocab_size"],
-            width=raw["hidden_size"],
-            mlp_width=raw["intermediate_size"],
-            num_layers=raw["num_hidden_layers"],
-            num_heads=heads,
-            num_kv_heads=raw.get("num_key_value_heads") or heads,
-            head_dim=raw.get("head_dim") or raw["hidden_size"] // heads,
-            max_context=raw.get("max_position_embeddings") or 2048,
-            norm_eps=raw.get("rms_norm_eps", 1e-6),
-            rope_theta=_rope_theta(raw),
-            tied_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        family = _Keys(raw, {}).one_of("model_type", _READERS)
+        keys = _Keys(raw, _DEFAULTS.get(family, {}))
+        config = _READERS[family](keys)
+        keys.finish()
+        return config
+
+
+class _Keys:
+    """Reads keys of one config with their types checked, and knows which ones nobody asked for."""
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any], inside: str = "") -> None:
+        self._raw = {**defaults, **raw}
+        self._written = set(raw)
+        self._asked: set[str] = set()
+        self._inside = inside  # where in the config these keys stand, for messages
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """The value, or the default where it is absent or null."""
+        self._asked.add(key)
+        value = self._raw.get(key)
+        return default if value is None else value
+
+    def integer(self, key: str, default: int | None = None) -> int:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise self.wrong(key, "it must be an integer")
+        return value
+
+    def number(self, key: str, default: float | None = None) -> float:
+        value = self.get(key, default)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.wrong(key, "it must be a number")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.get(key, default)
+        if not isinstance(value, bool):
+            raise self.wrong(key, "it must be true or false")
+        return value
+
+    def one_of(self, key: str, known: Collection[str], default: str | None = None) -> str:
+        value = self.get(key, default)
+        if value not in known:
+            raise self.wrong(key, f"supported: {', '.join(map(repr, known))}")
+        return str(value)
+
+    def wrong(self, key: str, why: str) -> ConfigError:
+        value = self._raw.get(key)
+        said = "missing" if value is None else f"{value!r:.80}"
+        return ConfigError(f"config key '{self._inside}{key}' is {said}; {why}")
+
+    def finish(self) -> None:
+        """Refuses what changes the maths and was not read; names what is unknown."""
+        left = sorted(self._written - self._asked - _HARMLESS)
+        for key in left:
+            if key in _NEUTRAL and self._raw[key] is not None and self._raw[key] not in _NEUTRAL[key]:
+                raise self.wrong(key, "it changes the maths and is not supported")
+        unknown = [self._inside + key for key in left if key not in _NEUTRAL]
+        if unknown:
+            log.warning("config keys not known here, ignored: %s", ", ".join(unknown))
+
+
+# Keys that change the maths in some model, and the values at which they do not.
+_NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "add_cross_attention": (False,),
+    "attention_bias": (False,),
+    "attention_multiplier": (),
+    "attention_out_bias": (False,),
+    "attn_logit_softcapping": (),
+    "clip_qkv": (),
+    "embedding_multiplier": (1,),
+    "final_logit_softcapping": (),
+    "is_encoder_decoder": (False,),
+    "layer_types": (),
+    "logit_scale": (1,),
+    "logits_scaling": (1,),
+    "mlp_bias": (False,),
+    "moe_intermediate_size": (),
+    "mup_enabled": (False,),
+    "no_rope_layers": ([],),
+    "num_experts": (0, 1),
+    "num_local_experts": (0, 1),
+    "parallel_attn": (False,),
+    "partial_rotary_factor": (1,),
+    "qk_layernorm": (False,),
+    "quantization_config": (),
+    "query_pre_attn_scalar": (),
+    "residual_multiplier": (1,),
+    "rope_interleaved": (False,),
+    "rotary_pct": (1,),
+    "scale_attn_by_inverse_layer_idx": (False,),
+    "scale_attn_weights": (True,),
+    "sliding_window": (),
+    "use_parallel_residual": (False,),
+    "use_qk_norm": (False,),
+    "use_qkv_bias": (False,),
+    "use_sliding_window": (False,),
+}
+
+# Keys of training, of other tasks, or about the file itself.
+_HARMLESS = frozenset(
+    """
+    _attn_implementation_autoset _name_or_path architectures attention_dropout attn_pdrop auto_map bos_token_id
+    chunk_size_feed_forward decoder_start_token_id dtype embd_pdrop eos_token_id hidden_dropout id2label
+    initializer_range is_decoder is_llama_config label2id model_type n_ctx output_attentions output_hidden_states
+    pad_token_id pretraining_tp problem_type reorder_and_upcast_attn resid_pdrop return_dict summary_activation
+    summary_first_dropout summary_proj_to_labels summary_type summary_use_proj task_specific_params torch_dtype
+    transformers.js_config transformers_version unsloth_fixed unsloth_version use_cache
+    """.split()
+)
+
+# What a family presumes where its config.json is silent; the reference implementation's own defaults.
+_DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"num_key_value_heads": 8, "max_position_embeddings": 131_072, "sliding_window": 4096},
+    "qwen2": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096},
+    "qwen3": {"num_key_value_heads": 32, "max_position_embeddings": 32_768, "sliding_window": 4096, "head_dim": 128},
+}
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+}
+
+
+def _activation(keys: _Keys, key: str, default: str) -> Activation:
+    return _ACTIVATIONS[keys.one_of(key, _ACTIVATIONS, default)]
+
+
+def _llama(keys: _Keys) -> ModelConfig:
+    bias = keys.flag("attention_bias")
+    return _rotary(keys, qkv_bias=bias, out_bias=bias, mlp_bias=keys.flag("mlp_bias"))
+
+
+def _mistral(keys: _Keys) -> ModelConfig:
+    config = _rotary(keys, windows=())
+    window = _window(keys)
+    windows = () if window is None else (window,) * config.num_layers
+    said = keys.get("layer_types")
+    if said is not None and _windows_of(said, window) != windows:
+        raise ConfigError(
+            f"config key 'layer_types' contradicts 'sliding_window' {window}; every layer has it in mistral"
         )
+    return replace(config, windows=windows)
 
 
-def _rope_theta(raw: dict[str, Any]) -> float:
-    """The RoPE base; older configs name it `rope_theta`, newer ones put it in `rope_parameters`."""
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ConfigError(f"RoPE type {kind!r} is not supported; supported: 'default'")
-    return float(rope.get("rope_theta", raw.get("rope_theta", 10_000.0)))
+def _qwen2(keys: _Keys) -> ModelConfig:
+    return _rotary(keys, qkv_bias=True, windows=_qwen_windows(keys))
+
+
+def _qwen3(keys: _Keys) -> ModelConfig:
+    bias = keys.flag("attention_bias")
+    return _rotary(keys, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=_qwen_windows(keys))
+
+
+def _rotary(keys: _Keys, **family: Any) -> ModelConfig:
+    """What Llama and its descendants share: RMSNorm, RoPE, a gated MLP."""
+    heads, width = keys.integer("num_attention_heads"), keys.integer("hidden_size")
+    if heads < 1:
+        raise keys.wrong("num_attention_heads", "it must be at least 1")
+    context = keys.integer("max_position_embeddings", 2048)
+    return ModelConfig(
+        vocab_size=keys.integer("vocab_size"),
+        width=width,
+        mlp_width=keys.integer("intermediate_size"),
+        num_layers=keys.integer("num_hidden_layers"),
+        num_heads=heads,
+        num_kv_heads=keys.integer("num_key_value_heads", heads),
+        head_dim=keys.integer("head_dim", width // heads),
+        max_context=context,
+        norm_eps=keys.number("rms_norm_eps", 1e-6),
+        activation=_activation(keys, "hidden_act", "silu"),
+        rope=_rope(keys, context),
+        tied_embeddings=keys.flag("tie_word_embeddings"),
+        **family,
+    )
+
+
+def _gpt2(keys: _Keys) -> ModelConfig:
+    heads, width = keys.integer("n_head"), keys.integer("n_embd")
+    if heads < 1 or width % heads:
+        raise keys.wrong("n_embd", f"{heads} heads (key 'n_head') cannot share it evenly")
+    return ModelConfig(
+        vocab_size=keys.integer("vocab_size"),
+        width=width,
+        mlp_width=keys.integer("n_inner", 4 * width),
+        num_layers=keys.integer("n_layer"),
+        num_heads=heads,
+        num_kv_heads=heads,
+        head_dim=width // heads,
+        max_context=keys.integer("n_positions", 1024),
+        norm="layer",
+        norm_eps=keys.number("layer_norm_epsilon", 1e-5),
+        activation=_activation(keys, "activation_function", "gelu_new"),
+        gated_mlp=False,
+        rope=None,
+        qkv_bias=True,
+        out_bias=True,
+        mlp_bias=True,
+        tied_embeddings=keys.flag("tie_word_embeddings", True),
+    )
+
+
+_READERS: dict[str, Callable[[_Keys], ModelConfig]] = {
+    "llama": _llama,
+    "mistral": _mistral,
+    "qwen2": _qwen2,
+    "qwen3": _qwen3,
+    "gpt2": _gpt2,
+}
+
+
+def _window(keys: _Keys) -> int | None:
+    if keys.get("sliding_window") is None:
+        return None
+    window = keys.integer("sliding_window")
+    if window < 1:
+        raise keys.wrong("sliding_window", "it must be at least 1")
+    return window
+
+
+def _qwen_windows(keys: _Keys) -> tuple[int | None, ...]:
+    """Layers from `max_window_layers` on have the window, or those that `layer_types` names."""
+    window, layers = _window(keys), keys.integer("num_hidden_layers")
+    first = keys.integer("max_window_layers", 28)
+    if not keys.flag("use_sliding_window"):
+        window = None
+    said = keys.get("layer_types")
+    if said is not None:
+        return _windows_of(said, window)
+    windows = tuple(window if layer >= first else None for layer in range(layers))
+    return windows if any(windows) else ()
+
+
+def _windows_of(layer_types: Any, window: int | None) -> tuple[int | None, ...]:
+    """`layer_types` as a window per layer. Raises ConfigError for a type that is not computed here."""
+    known = ("full_attention", "sliding_attention")
+    for kind in layer_types if isinstance(layer_types, list) else [layer_types]:
+        if kind not in known:
+            raise ConfigError(f"config key 'layer_types' has {kind!r}; supported: {', '.join(map(repr, known))}")
+        if kind == "sliding_attention" and window is None:
+            raise ConfigError("config key 'layer_types' has 'sliding_attention', but no sliding window is set")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+    return windows if any(windows) else ()
+
+
+def _rope(keys: _Keys, context: int) -> Rope:
+    """From `rope_parameters`, or from `rope_scaling` and `rope_theta` as older files have it."""
+    said, older = keys.get("rope_parameters"), keys.get("rope_scaling")
+    name = "rope_scaling" if older else "rope_parameters"
+    params = older or said or {}
+    if not isinstance(params, dict) or any(isinstance(value, dict) for value in params.values()):
+        raise keys.wrong(name, "it must be one flat set of values")
+    defaults = {"rope_theta": keys.get("rope_theta", 10_000.0)}
+    if keys.get("original_max_position_embeddings") is not None:
+        params = params | {"original_max_position_embeddings": keys.integer("original_max_position_embeddings")}
+    return _rope_of(_Keys(params, defaults, inside=f"{name}."), context)
+
+
+def _rope_of(keys: _Keys, context: int) -> Rope:
+    """One set of RoPE values; `context` stands in where the trained context is not given, as in the reference."""
+    spelled = "type" if keys.get("rope_type") is None else "rope_type"  # the older spelling
+    kind = keys.one_of(spelled, ("default", "linear", "llama3", "yarn"), "default")
+    theta = keys.number("rope_theta")
+    if keys.number("partial_rotary_factor", 1.0) != 1.0:
+        raise keys.wrong("partial_rotary_factor", "supported: 1.0")
+    if kind == "linear":
+        rope = Rope(theta, "linear", keys.number("factor"))
+    elif kind == "llama3":
+        rope = Rope(
+            theta,
+            "llama3",
+            keys.number("factor"),
+            keys.integer("original_max_position_embeddings", context),
+            low_freq_factor=keys.number("low_freq_factor"),
+            high_freq_factor=keys.number("high_freq_factor"),
+        )
+    elif kind == "yarn":
+        rope = _yarn(keys, theta, context)
+    else:
+        rope = Rope(theta)
+    keys.finish()
+    return rope
+
+
+def _yarn(keys: _Keys, theta: float, context: int) -> Rope:
+    original = keys.integer("original_max_position_embeddings", context)
+    factor = keys.number("factor", context / max(original, 1))
+
+    def magnitude(scale: float) -> float:
+        """How much cos and sin grow with the stretch (Peng et al. 2023, equation 22)."""
+        return 1.0 if factor <= 1 else 0.1 * scale * math.log(factor) + 1.0
+
+    mscale, mscale_all = keys.number("mscale", 0.0), keys.number("mscale_all_dim", 0.0)
+    inferred = magnitude(mscale) / magnitude(mscale_all) if mscale and mscale_all else magnitude(1.0)
+    return Rope(
+        theta,
+        "yarn",
+        factor,
+        original,
+        beta_fast=keys.number("beta_fast", 32.0) or 32.0,
+        beta_slow=keys.number("beta_slow", 1.0) or 1.0,
+        truncate=keys.flag("truncate", True),
+        attention_factor=keys.number("attention_factor", inferred),
+    )
 
 
 def locate(model: str) -> Path:

@@ -1,49 +1,85 @@
-"""The decoder in Llama form: embedding, blocks of attention and SwiGLU behind RMSNorm, head. No state of its own."""
+"""The decoder: embedding, pre-norm blocks of attention and MLP, head. No state of its own.
+
+One class for every family: what differs between Llama, Mistral, Qwen and GPT-2 is in ModelConfig.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 
 from model.attention import Attention, Batch, rope_table
-from model.config import ModelConfig
+from model.config import Activation, ModelConfig
 from model.kv_pool import KVPool
-from model.linear import Linear, Storage, find_safe_rows
+from model.linear import DTYPES, Linear, Storage, WeightRangeError, find_safe_rows
+
+log = logging.getLogger("tokenteller.model")
+Norm = Callable[[torch.Tensor], torch.Tensor]
+
+_ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}
 
 
 class WeightError(ValueError):
-    """Weights that do not fit the config; the message names the tensor."""
+    """Weights that do not fit the config. `tensor` is the name it was asked for by; the message begins with it."""
+
+    def __init__(self, tensor: str, problem: str) -> None:
+        super().__init__(f"tensor {tensor!r} {problem}")
+        self.tensor = tensor
+        self.problem = problem
 
 
 class RMSNorm:
-    """x / rms(x) * weight (Zhang & Sennrich 2019), each row alone."""
+    """x / rms(x) * weight (Zhang & Sennrich 2019), over the last dimension, each row alone."""
 
     def __init__(self, weight: torch.Tensor, eps: float) -> None:
-        self.weight = weight.float()
+        self.weight = weight
         self.eps = eps
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
 
 
-class MLP:
-    """SwiGLU: down(silu(gate(x)) * up(x)) (Shazeer 2020), gate and up in one product."""
+class LayerNorm:
+    """(x - mean) / std * weight + bias (Ba et al. 2016), over the last dimension, each row alone."""
 
-    def __init__(self, gate_up: Linear, down: Linear) -> None:
-        self.gate_up = gate_up
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor, eps: float) -> None:
+        self.weight = weight
+        self.bias = bias
+        self.eps = eps
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class MLP:
+    """down(act(gate(x)) * up(x)) (Shazeer 2020) with gate and up in one product; without a gate down(act(up(x)))."""
+
+    def __init__(self, config: ModelConfig, up: Linear, down: Linear) -> None:
+        self.gated = config.gated_mlp
+        self.activate = _ACTIVATIONS[config.activation]
+        self.up = up
         self.down = down
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        gate, up = self.gate_up(x).chunk(2, dim=-1)  # [M, mlp_width] each
-        return self.down(F.silu(gate) * up)  # [M, E]
+        if not self.gated:
+            return self.down(self.activate(self.up(x)))  # [M, E]
+        gate, up = self.up(x).chunk(2, dim=-1)  # [M, mlp_width] each
+        return self.down(self.activate(gate) * up)  # [M, E]
 
 
 class Block:
     """Pre-norm residual block."""
 
-    def __init__(self, attention_norm: RMSNorm, attention: Attention, mlp_norm: RMSNorm, mlp: MLP) -> None:
+    def __init__(self, attention_norm: Norm, attention: Attention, mlp_norm: Norm, mlp: MLP) -> None:
         self.attention_norm = attention_norm
         self.attention = attention
         self.mlp_norm = mlp_norm
@@ -59,61 +95,51 @@ class Block:
 class Decoder:
     """Weights and the order in which they are applied."""
 
-    def __init__(self, config: ModelConfig, weights: Mapping[str, torch.Tensor], storage: Storage = "fp32") -> None:
-        """weights: tensors under their Hugging Face names, all of them used. Raises WeightError naming the tensor."""
-        take = _Weights(weights, storage)
-        e, d, h, k = config.width, config.head_dim, config.num_heads, config.num_kv_heads
-        self.config = config
-        embedding = take.tensor("model.embed_tokens.weight", config.vocab_size, e)
-        self.embedding = embedding.half() if storage == "fp16" else embedding.float()
-        self.blocks: list[Block] = []
-        for layer in range(config.num_layers):
-            at = f"model.layers.{layer}"
-            attention = Attention(
-                config,
-                layer,
-                take.linear(
-                    e,
-                    {
-                        f"{at}.self_attn.q_proj.weight": h * d,
-                        f"{at}.self_attn.k_proj.weight": k * d,
-                        f"{at}.self_attn.v_proj.weight": k * d,
-                    },
-                ),
-                take.linear(h * d, {f"{at}.self_attn.o_proj.weight": e}),
-            )
-            mlp = MLP(
-                take.linear(
-                    e, {f"{at}.mlp.gate_proj.weight": config.mlp_width, f"{at}.mlp.up_proj.weight": config.mlp_width}
-                ),
-                take.linear(config.mlp_width, {f"{at}.mlp.down_proj.weight": e}),
-            )
-            attention_norm = RMSNorm(take.tensor(f"{at}.input_layernorm.weight", e), config.norm_eps)
-            mlp_norm = RMSNorm(take.tensor(f"{at}.post_attention_layernorm.weight", e), config.norm_eps)
-            self.blocks.append(Block(attention_norm, attention, mlp_norm, mlp))
-        self.norm = RMSNorm(take.tensor("model.norm.weight", e), config.norm_eps)
-        self.head = self._head(take)
-        take.finish()
-        self.cos, self.sin = rope_table(config, config.max_context)  # [max_context, D/2]
+    def __init__(
+        self,
+        config: ModelConfig,
+        weights: Mapping[str, torch.Tensor],
+        storage: Storage = "fp32",
+        device: str = "cpu",
+    ) -> None:
+        """weights: tensors under the names Llama has in Hugging Face files, read one at a time, all of them used.
 
-    def _head(self, take: _Weights) -> Linear:
-        if self.config.tied_embeddings:
-            take.used.add("lm_head.weight")  # some files carry the tied head again
-            return Linear(self.embedding, take.storage)
-        return take.linear(self.config.width, {"lm_head.weight": self.config.vocab_size})
+        Raises WeightError naming the tensor that is missing, too many, or of another shape than the config says.
+        """
+        take = _Weights(config, weights, storage, device)
+        self.config = config
+        self.device = torch.device(device)
+        stored = DTYPES[storage]
+        embedding = take.tensor("model.embed_tokens.weight", config.vocab_size, config.width)
+        self.head = take.head(embedding)
+        self.embedding = embedding.to(self.device, stored, copy=True)  # [vocab, E]
+        del embedding
+        self.positions: torch.Tensor | None = None
+        if config.rope is None:
+            positions = take.tensor("model.embed_positions.weight", config.max_context, config.width)
+            self.positions = positions.to(self.device, stored, copy=True)  # [max_context, E]
+        factors = take.optional("rope_freqs.weight", config.head_dim // 2) if config.rope else None
+        cos, sin = rope_table(config, config.max_context, factors)  # [max_context, D/2]
+        self.cos, self.sin = cos.to(self.device), sin.to(self.device)
+        self.blocks = [take.block(layer) for layer in range(config.num_layers)]
+        self.norm = take.norm("model.norm", config.width)
+        take.finish()
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: KVPool) -> torch.Tensor:
-        """One step: reads and writes the pool, returns logits [S, vocab] of the batch's sample rows."""
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]  # [N, D/2]
+        """One step: reads and writes the pool, returns logits [S, vocab] of the sample rows, in fp32 on the CPU."""
+        batch = batch.to(self.device)
         x = self.embedding[batch.tokens].float()  # [M, E]
+        if self.positions is not None:
+            x[: batch.positions.shape[0]] += self.positions[batch.positions].float()
+        cos, sin = self.cos[batch.positions], self.sin[batch.positions]  # [N, D/2] each
         for block in self.blocks:
             x = block(x, batch, pool, cos, sin)
-        return self.head(self.norm(x[batch.sample_rows]))  # [S, vocab]
+        return self.head(self.norm(x[batch.sample_rows])).cpu()  # [S, vocab]
 
     def linears(self) -> Iterator[Linear]:
         for block in self.blocks:
-            yield from (block.attention.qkv, block.attention.out, block.mlp.gate_up, block.mlp.down)
+            yield from (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down)
         yield self.head
 
     def safe_rows(self, max_rows: int) -> tuple[int, ...]:
@@ -123,28 +149,93 @@ class Decoder:
 
 
 class _Weights:
-    """Hands out each tensor once, with its shape checked; `finish` names what nobody asked for."""
+    """Hands out each tensor once, with its shape checked, as the parts of a decoder."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], storage: Storage) -> None:
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], storage: Storage, device: str) -> None:
+        self.config = config
         self.tensors = tensors
         self.storage = storage
+        self.device = device
         self.used: set[str] = set()
 
     def tensor(self, name: str, *shape: int) -> torch.Tensor:
         if name not in self.tensors:
-            raise WeightError(f"tensor {name!r} is missing")
+            raise WeightError(name, "is missing")
         tensor = self.tensors[name]
         if tuple(tensor.shape) != shape:
-            raise WeightError(f"tensor {name!r} has shape {list(tensor.shape)}; the config asks for {list(shape)}")
+            raise WeightError(name, f"has shape {list(tensor.shape)}; the config asks for {list(shape)}")
+        if not tensor.dtype.is_floating_point:
+            raise WeightError(name, f"holds {tensor.dtype}; weights are floating-point numbers")
         self.used.add(name)
         return tensor
 
-    def linear(self, columns: int, parts: Mapping[str, int]) -> Linear:
-        """Several weights [rows, columns] stacked into one product."""
-        stacked = [self.tensor(name, rows, columns) for name, rows in parts.items()]
-        return Linear(torch.cat(stacked) if len(stacked) > 1 else stacked[0], self.storage)
+    def optional(self, name: str, *shape: int) -> torch.Tensor | None:
+        return self.tensor(name, *shape) if name in self.tensors else None
+
+    def vector(self, name: str, size: int) -> torch.Tensor:
+        """A norm's weight or a bias, in fp32."""
+        return self.tensor(name, size).to(self.device, torch.float32, copy=True)
+
+    def norm(self, name: str, size: int) -> Norm:
+        weight = self.vector(f"{name}.weight", size)
+        if self.config.norm == "rms":
+            return RMSNorm(weight, self.config.norm_eps)
+        return LayerNorm(weight, self.vector(f"{name}.bias", size), self.config.norm_eps)
+
+    def linear(self, columns: int, parts: Mapping[str, int], bias: bool) -> Linear:
+        """Several weights [rows, columns] and their biases [rows] stacked into one product."""
+        weights = [self.tensor(f"{name}.weight", rows, columns) for name, rows in parts.items()]
+        biases = [self.vector(f"{name}.bias", rows) for name, rows in parts.items()] if bias else None
+        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
+        return self._stored(f"{next(iter(parts))}.weight", weight, torch.cat(biases) if biases else None)
+
+    def head(self, embedding: torch.Tensor) -> Linear:
+        """The output head. A file may carry a tied head again; if it is another matrix, the file is believed."""
+        shape = self.config.vocab_size, self.config.width
+        own = (
+            self.optional("lm_head.weight", *shape)
+            if self.config.tied_embeddings
+            else self.tensor("lm_head.weight", *shape)
+        )
+        if own is not None and self.config.tied_embeddings:
+            if torch.equal(own, embedding):
+                own = None
+            else:
+                log.warning("tensor 'lm_head.weight' differs from the embedding that the config ties it to; it is used")
+        if own is None:
+            return self._stored("model.embed_tokens.weight", embedding, None)
+        return self._stored("lm_head.weight", own, None)
+
+    def _stored(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
+        try:
+            return Linear(weight, self.storage, bias, self.device)
+        except WeightRangeError as error:
+            raise WeightError(name, str(error)) from error
+
+    def block(self, layer: int) -> Block:
+        c, at = self.config, f"model.layers.{layer}"
+        e, d, h, k, m = c.width, c.head_dim, c.num_heads, c.num_kv_heads, c.mlp_width
+        heads = {f"{at}.self_attn.q_proj": h * d, f"{at}.self_attn.k_proj": k * d, f"{at}.self_attn.v_proj": k * d}
+        attention = Attention(
+            c,
+            layer,
+            self.linear(e, heads, c.qkv_bias),
+            self.linear(h * d, {f"{at}.self_attn.o_proj": e}, c.out_bias),
+            RMSNorm(self.vector(f"{at}.self_attn.q_norm.weight", d), c.norm_eps) if c.qk_norm else None,
+            RMSNorm(self.vector(f"{at}.self_attn.k_norm.weight", d), c.norm_eps) if c.qk_norm else None,
+        )
+        ups = {f"{at}.mlp.gate_proj": m} if c.gated_mlp else {}
+        mlp = MLP(
+            c,
+            self.linear(e, ups | {f"{at}.mlp.up_proj": m}, c.mlp_bias),
+            self.linear(m, {f"{at}.mlp.down_proj": e}, c.mlp_bias),
+        )
+        return Block(
+            self.norm(f"{at}.input_layernorm", e), attention, self.norm(f"{at}.post_attention_layernorm", e), mlp
+        )
 
     def finish(self) -> None:
         left = sorted(set(self.tensors) - self.used)
         if left:
-            raise WeightError(f"{len(left)} tensors are not used by this model: {', '.join(left[:5])}")
+            more = f" (and {len(left) - 1} more)" if len(left) > 1 else ""
+            raise WeightError(left[0], f"is not used by this model{more}")

@@ -15,17 +15,17 @@ _FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
 @njit(
-    "void(f4[:,:,::1], f4[:,:,:,:,:,:], i8[::1], i8[::1], i8, f4, f4[:,:,::1])",
+    "void(f4[:,:,::1], f4[:,:,:,:,:,:], i8[::1], i8[::1], i8, f4, i8, f4[:,:,::1])",
     parallel=True,
     fastmath=_FAST,
     cache=True,
     nogil=True,
 )
-def attend_rows(q, pool, slots, positions, layer, scale, out):  # type: ignore[no-untyped-def]
-    """softmax(q K^T * scale) V for each row n over rows 0..positions[n] of its own slot.
+def attend_rows(q, pool, slots, positions, layer, scale, window, out):  # type: ignore[no-untyped-def]
+    """softmax(q K^T * scale) V for each row n over the last `window` rows up to positions[n] of its own slot.
 
-    q, out [N, H, D]; pool [slot, layer, 2, K, max_context, D]; slots, positions [N]. Rows past the position are never
-    read, which is the causal mask. Query head h reads kv head h // (H // K).
+    q, out [N, H, D]; pool [slot, layer, 2, K, max_context, D]; slots, positions [N]. Rows past the position and behind
+    the window are never read, which is the mask. Query head h reads kv head h // (H // K).
     """
     rows, heads, dim = q.shape
     kv_heads = pool.shape[3]
@@ -33,9 +33,10 @@ def attend_rows(q, pool, slots, positions, layer, scale, out):  # type: ignore[n
     for task in prange(rows * kv_heads):
         n = task // kv_heads
         kv = task % kv_heads
-        length = positions[n] + 1
-        keys = pool[slots[n], layer, 0, kv]  # [max_context, D]
-        values = pool[slots[n], layer, 1, kv]  # [max_context, D]
+        first = max(0, positions[n] + 1 - window)
+        length = positions[n] + 1 - first
+        keys = pool[slots[n], layer, 0, kv, first:]  # [max_context - first, D]
+        values = pool[slots[n], layer, 1, kv, first:]  # [max_context - first, D]
         weights = np.empty(length, np.float32)
         for head in range(kv * group, (kv + 1) * group):
             highest = np.float32(-np.inf)

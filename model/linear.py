@@ -8,38 +8,73 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-Storage = Literal["fp32", "fp16"]
+Storage = Literal["fp32", "fp16", "bf16"]
+DTYPES: dict[Storage, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+
+
+class WeightRangeError(ValueError):
+    """A weight that the chosen storage cannot hold."""
+
+
+class StorageError(ValueError):
+    """A storage that this machine computes too slowly to be of use."""
+
 
 # Row counts tried by the self-test; anything between two of them is padded up.
 _CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 30, 32, 36, 40, 48, 64, 72, 96, 128, 160, 192, 256)
 
 
 class Linear:
-    """y [N, out] = x [N, in] @ weight.T, with activations in fp32.
+    """y [N, out] = x [N, in] @ weight.T + bias; x and y in fp32 whatever the storage.
 
-    fp32: the weight as it is. fp16: packed for FBGEMM, half the memory and near the machine's arithmetic limit from
-    16 rows up; a checkpoint that stores fp16 loses nothing.
+    fp32: the weight as it is. fp16 on the CPU: packed for FBGEMM, half the memory and near the machine's arithmetic
+    limit from 16 rows up; a checkpoint that stores fp16 loses nothing. Else x is rounded to the storage first.
     """
 
-    def __init__(self, weight: torch.Tensor, storage: Storage = "fp32") -> None:
+    def __init__(
+        self,
+        weight: torch.Tensor,
+        storage: Storage = "fp32",
+        bias: torch.Tensor | None = None,
+        device: str = "cpu",
+    ) -> None:
         self.shape = (weight.shape[0], weight.shape[1])  # [out, in]
         self.storage = storage
-        if storage == "fp16":
-            self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), None)
+        self.device = device
+        if storage == "fp16" and weight.numel() and weight.dtype != torch.float16:
+            largest = float(weight.abs().max())
+            if largest > torch.finfo(torch.float16).max:
+                raise WeightRangeError(f"holds {largest:g}, beyond fp16's 65,504; use --weights fp32")
+        self._bias = None if bias is None else bias.to(device, torch.float32)
+        if storage == "fp16" and device == "cpu":
+            self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), self._bias)
             self._multiply: Callable[[torch.Tensor], torch.Tensor] = self._packed_fp16
         else:
-            self._weight = weight.float().contiguous()
-            self._multiply = self._full
+            self._weight = weight.to(device, DTYPES[storage], copy=True).contiguous()
+            self._multiply = self._full if storage == "fp32" else self._rounded
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return self._multiply(x)
 
     def _full(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight)
+        return F.linear(x, self._weight, self._bias)
+
+    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x.to(self._weight.dtype), self._weight).float()
+        return y if self._bias is None else y + self._bias
 
     def _packed_fp16(self, x: torch.Tensor) -> torch.Tensor:
         y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
         return y
+
+
+def check_storage(storage: Storage, device: str) -> None:
+    """Raises StorageError for bf16 on a CPU without bf16 products: torch then emulates them."""
+    if storage == "bf16" and device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
+        raise StorageError(
+            "--weights bf16: this CPU has no bf16 products (AVX512-BF16 or AMX), so each would take over 100 times as "
+            "long as in fp32; use --weights fp16 or fp32"
+        )
 
 
 def find_safe_rows(linears: Iterable[Linear], max_rows: int) -> tuple[int, ...]:
@@ -53,7 +88,7 @@ def find_safe_rows(linears: Iterable[Linear], max_rows: int) -> tuple[int, ...]:
     largest = max(64, -(-max_rows // 32) * 32)
     sizes = [rows for rows in _CANDIDATES if rows < max_rows]
     for linear in unique.values():
-        x = torch.randn(largest, linear.shape[1], generator=torch.Generator().manual_seed(1))
+        x = torch.randn(largest, linear.shape[1], generator=torch.Generator().manual_seed(1)).to(linear.device)
         reference = linear(x)
         sizes = [rows for rows in sizes if _same_bits(linear, x, reference, rows)]
     return (*sizes, largest)

@@ -1,8 +1,9 @@
-"""Small checkpoints made on the spot: a byte tokenizer and seeded random Llama weights, in Hugging Face form."""
+"""Small checkpoints made on the spot, in Hugging Face form: random weights of every family, and a scripted one."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -91,10 +92,89 @@ def random_llama(directory: Path, seed: int = 0, **changes: Any) -> Path:
             f"{at}.input_layernorm.weight": normal(e, mean=1.0),
             f"{at}.post_attention_layernorm.weight": normal(e, mean=1.0),
         }
+    return write(directory, config, weights)
+
+
+def write(directory: Path, config: dict[str, Any], weights: dict[str, torch.Tensor] | None = None) -> Path:
+    """A checkpoint directory with the byte tokenizer."""
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
+    if weights is not None:
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     (directory / "config.json").write_text(json.dumps(config))
     byte_tokenizer().save(str(directory / "tokenizer.json"))
     names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>"}
     (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    return directory
+
+
+def tape(directory: Path, script: str | Sequence[int], context: int = 64) -> Path:
+    """A GPT-2 checkpoint that plays a tape: greedily, the token after position p is script[p], whatever came before.
+
+    So a prompt of L tokens is continued by script[L - 1], script[L], ... A string is played as its UTF-8 bytes; after
+    the script comes `<|eos|>`. All weights are 0 except norm gains (1), token embeddings (the identity; the head is
+    tied) and position embeddings (10 at the scripted token). A fault in any position shows as a wrong byte.
+    """
+    played = list(script.encode() if isinstance(script, str) else script)
+    assert len(played) <= context, (len(played), context)
+    config = gpt2_config(n_embd=VOCAB, n_positions=context, n_ctx=context)
+    e = VOCAB
+    weights = {"transformer.wte.weight": torch.eye(e), "transformer.wpe.weight": torch.zeros(context, e)}
+    for position, token in enumerate(played + [EOS] * (context - len(played))):
+        weights["transformer.wpe.weight"][position, token] = 10.0
+    norms = [f"h.{layer}.ln_{which}" for layer in range(2) for which in (1, 2)] + ["ln_f"]
+    for norm in norms:
+        weights |= {f"transformer.{norm}.weight": torch.ones(e), f"transformer.{norm}.bias": torch.zeros(e)}
+    shapes = {"attn.c_attn": (e, 3 * e), "attn.c_proj": (e, e), "mlp.c_fc": (e, 4), "mlp.c_proj": (4, e)}
+    for layer in range(2):
+        for name, (rows, columns) in shapes.items():
+            at = f"transformer.h.{layer}.{name}"
+            weights |= {f"{at}.weight": torch.zeros(rows, columns), f"{at}.bias": torch.zeros(columns)}
+    return write(directory, config | {"n_inner": 4}, weights)
+
+
+def gpt2_config(**changes: Any) -> dict[str, Any]:
+    config: dict[str, Any] = {
+        "architectures": ["GPT2LMHeadModel"],
+        "model_type": "gpt2",
+        "vocab_size": VOCAB,
+        "n_embd": 64,
+        "n_inner": 96,
+        "n_layer": 2,
+        "n_head": 4,
+        "n_positions": 256,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+        "bos_token_id": BOS,
+        "eos_token_id": EOS,
+        "dtype": "float32",
+    }
+    return config | changes
+
+
+def config_of(family: str, **changes: Any) -> dict[str, Any]:
+    """A small config of any supported family; GPT-2 names its keys differently."""
+    if family == "gpt2":
+        return gpt2_config(**changes)
+    own: dict[str, dict[str, Any]] = {
+        "llama": {},
+        "mistral": {"sliding_window": 8},
+        "qwen2": {},
+        "qwen3": {"rms_norm_eps": 1e-2},  # large, so that a norm with another one shows
+    }
+    return llama_config(architectures=None, model_type=family, **own[family]) | changes
+
+
+def random_hf(directory: Path, config: dict[str, Any], seed: int = 0, **save: Any) -> Path:
+    """A random checkpoint written by transformers itself, biases and norm weights randomised too."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config), attn_implementation="eager")
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            mean, scale = (1.0, 0.2) if "norm" in name or "ln_" in name else (0.0, 0.2)
+            scale = 1.0 if "embed_tokens" in name or "wte" in name else scale
+            parameter.copy_(torch.randn(parameter.shape, generator=generator) * scale + mean)
+    write(directory, config)
+    model.save_pretrained(directory, **save)
     return directory

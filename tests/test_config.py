@@ -1,0 +1,155 @@
+"""ModelConfig: a key that changes the maths is honoured or refused by name; older and newer spellings mean the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from checkpoints import config_of, random_hf
+from safetensors.torch import load_file
+
+from model.config import ConfigError, ModelConfig, Rope
+
+
+def read(family: str, drop: tuple[str, ...] = (), **changes: Any) -> ModelConfig:
+    config = config_of(family, **changes)
+    return ModelConfig.from_hf({key: value for key, value in config.items() if key not in drop})
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "named"),
+    [
+        ("llama", {"model_type": "falcon"}, "'model_type' is 'falcon'"),
+        ("llama", {"model_type": None}, "'model_type' is missing"),
+        ("llama", {"hidden_act": "mish"}, "'hidden_act' is 'mish'"),
+        ("llama", {"num_hidden_layers": None}, "'num_hidden_layers' is missing"),
+        ("llama", {"num_hidden_layers": "2"}, "'num_hidden_layers' is '2'; it must be an integer"),
+        ("llama", {"num_hidden_layers": True}, "'num_hidden_layers' is True"),
+        ("llama", {"num_hidden_layers": 0}, "num_layers is 0"),
+        ("llama", {"num_attention_heads": 0}, "'num_attention_heads' is 0"),
+        ("llama", {"num_key_value_heads": 3}, "4 query heads cannot share 3 kv heads"),
+        ("llama", {"head_dim": 15}, "head_dim 15 is odd"),
+        ("llama", {"rms_norm_eps": "tiny"}, "'rms_norm_eps' is 'tiny'"),
+        ("llama", {"attention_bias": 1}, "'attention_bias' is 1; it must be true or false"),
+        ("llama", {"sliding_window": 8}, "'sliding_window' is 8; it changes the maths"),
+        ("llama", {"quantization_config": {"bits": 4}}, "'quantization_config' is {'bits': 4}"),
+        ("llama", {"partial_rotary_factor": 0.5}, "'partial_rotary_factor' is 0.5"),
+        ("llama", {"attn_logit_softcapping": 50.0}, "'attn_logit_softcapping' is 50.0"),
+        ("llama", {"num_local_experts": 8}, "'num_local_experts' is 8"),
+        ("llama", {"rope_parameters": [1]}, "'rope_parameters' is [1]"),
+        ("llama", {"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "one flat set"),
+        ("mistral", {"attention_bias": True}, "'attention_bias' is True; it changes the maths"),
+        ("mistral", {"sliding_window": 0}, "'sliding_window' is 0"),
+        ("mistral", {"layer_types": ["full_attention", "sliding_attention"]}, "'layer_types'"),
+        ("qwen2", {"mlp_bias": True}, "'mlp_bias' is True"),
+        ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}, "no sliding window is set"),
+        ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 2}, "'chunked_attention'"),
+        ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, "1 layer types for 2 layers"),
+        ("gpt2", {"n_embd": 66}, "'n_embd' is 66"),
+        ("gpt2", {"scale_attn_weights": False}, "'scale_attn_weights' is False"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "'scale_attn_by_inverse_layer_idx' is True"),
+        ("gpt2", {"add_cross_attention": True}, "'add_cross_attention' is True"),
+        ("gpt2", {"activation_function": "mish"}, "'activation_function' is 'mish'"),
+    ],
+)
+def test_what_is_not_computed_here_is_refused_by_key_and_value(
+    family: str, changes: dict[str, Any], named: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read(family, **changes)
+    assert named in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "foo", "mrope"])
+@pytest.mark.parametrize("spelling", ["rope_type", "type"])
+def test_an_unsupported_rope_type_is_refused_by_name(kind: str, spelling: str) -> None:
+    with pytest.raises(ConfigError, match=f"'rope_scaling.{spelling}' is '{kind}'; supported: 'default', 'linear'"):
+        read("llama", drop=("rope_parameters",), rope_scaling={spelling: kind, "factor": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("rope", "named"),
+    [
+        ({"rope_type": "linear"}, "'rope_parameters.factor' is missing"),
+        ({"rope_type": "linear", "factor": 0.0}, "RoPE 'factor' is 0.0"),
+        (
+            {"rope_type": "llama3", "factor": 8.0, "high_freq_factor": 4.0},
+            "'rope_parameters.low_freq_factor' is missing",
+        ),
+        ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "'low_freq_factor'"),
+        ({"rope_type": "yarn", "factor": "4"}, "'rope_parameters.factor' is '4'"),
+        ({"rope_theta": -1.0}, "'rope_theta' is -1.0"),
+        ({"rope_theta": float("nan")}, "'rope_theta' is nan"),
+    ],
+)
+def test_a_rope_value_that_is_missing_or_impossible_is_named(rope: dict[str, Any], named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read("llama", rope_parameters=rope)
+    assert named in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        {"rope_type": "linear", "factor": 4.0},
+        {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64, "attention_factor": 0.7},
+        {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+        {},
+    ],
+)
+def test_older_and_newer_spellings_of_rope_mean_the_same(params: dict[str, Any]) -> None:
+    newer = read("llama", rope_parameters={"rope_theta": 500.0, **params})
+    older = read("llama", drop=("rope_parameters",), rope_theta=500.0, rope_scaling=params)
+    oldest = {"type" if key == "rope_type" else key: value for key, value in params.items()}
+    assert newer == older == read("llama", drop=("rope_parameters",), rope_theta=500.0, rope_scaling=oldest)
+    assert newer.rope is not None and newer.rope.theta == 500.0
+
+
+def test_yarn_without_attention_factor_gets_the_papers() -> None:
+    rope = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    config = read("llama", rope_parameters=rope)
+    assert config.rope is not None
+    assert config.rope.attention_factor == pytest.approx(1.1386, abs=1e-4)  # 0.1 ln 4 + 1
+    implied = read("llama", rope_parameters={key: value for key, value in rope.items() if key != "factor"})
+    assert implied.rope is not None and implied.rope.factor == 4.0  # 256 / 64
+
+
+def test_windows_follow_each_familys_keys() -> None:
+    assert read("llama").windows == ()
+    assert read("mistral").windows == (8, 8)
+    assert read("mistral", sliding_window=None).windows == ()
+    assert read("mistral", drop=("sliding_window",)).windows == (4096, 4096)  # what the family presumes
+    assert read("qwen2", sliding_window=8).windows == ()  # use_sliding_window is off
+    on = {"use_sliding_window": True, "sliding_window": 8}
+    assert read("qwen2", **on, max_window_layers=1).windows == (None, 8)
+    assert read("qwen2", **on, max_window_layers=2).windows == ()
+    assert read("qwen3", **on, layer_types=["sliding_attention", "full_attention"]).windows == (8, None)
+
+
+def test_unknown_keys_are_named_once_and_known_harmless_ones_not_at_all(caplog: pytest.LogCaptureFixture) -> None:
+    read("llama", use_cache=True, torch_dtype="float32", pretraining_tp=1, transformers_version="5")
+    assert caplog.text == ""
+    read("llama", wonder=1, marvel=2)
+    assert len(caplog.records) == 1 and "marvel, wonder" in caplog.text
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_parameters_and_weight_bytes_are_counted_from_the_config_alone(tmp_path: Path, family: str, tied: bool) -> None:
+    raw = config_of(family, tie_word_embeddings=tied)
+    weights = load_file(random_hf(tmp_path, raw) / "model.safetensors")
+    config = ModelConfig.from_hf(raw)
+    assert config.num_parameters == sum(tensor.numel() for tensor in weights.values())
+    assert config.weight_bytes(4) == 4 * config.num_parameters
+    vectors = sum(tensor.numel() for tensor in weights.values() if tensor.ndim == 1)
+    again = config.vocab_size * config.width if tied else 0  # the packed head beside the embedding
+    assert config.weight_bytes(2) == 2 * (config.num_parameters + again) + 2 * vectors
+
+
+def test_families_differ_in_values_only() -> None:
+    qwen3, gpt2 = read("qwen3"), read("gpt2")
+    assert (qwen3.norm, qwen3.qk_norm, qwen3.gated_mlp, qwen3.rope) == ("rms", True, True, Rope(10_000.0))
+    assert (gpt2.norm, gpt2.qkv_bias, gpt2.gated_mlp, gpt2.rope) == ("layer", True, False, None)
+    assert read("qwen2").qkv_bias and not read("qwen2").out_bias

@@ -146,3 +146,89 @@ def test_head_answers_like_get_without_a_body(live: Live) -> None:
     for path in ("/health", "/ready", "/plan", "/slots"):
         response = httpx.head(live.url + path)
         assert response.status_code == 200 and response.content == b""
+
+
+def test_every_choice_has_its_own_index_text_and_end_and_repeats(live: Live) -> None:
+    body = {"max_tokens": 24, "seed": 7, "temperature": 1.5, "n": 3, "logprobs": 2}
+    answer, frames = live.generate("many", **body), live.stream("many", **body)
+    choices = answer["choices"]
+    assert [choice["index"] for choice in choices] == [0, 1, 2]
+    assert len({choice["text"] for choice in choices}) == 3
+    ends = [frame for frame in frames if frame["type"] == "end"]
+    assert sorted(end["index"] for end in ends) == [0, 1, 2]
+    for choice in choices:
+        mine = [f for f in frames if f["type"] == "token" and f["index"] == choice["index"]]
+        assert joined(frames, choice["index"]) == choice["text"]
+        assert [id for frame in mine for id in frame["token_ids"]] == choice["token_ids"]
+        assert [entry for frame in mine for entry in frame["logprobs"]] == choice["logprobs"]
+        (end,) = (end for end in ends if end["index"] == choice["index"])
+        assert end["finish_reason"] == choice["finish_reason"]
+        assert end["usage"]["completion_tokens"] == len(choice["token_ids"])
+    assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
+    alone = live.generate("many", **body | {"n": 1})["choices"][0]
+    assert alone["text"] == choices[0]["text"], "the first choice does not depend on how many there are"
+
+
+def test_logprobs_do_not_depend_on_how_the_token_is_drawn(live: Live) -> None:
+    plain = live.generate("logprobs", max_tokens=1, temperature=0, logprobs=5)["choices"][0]["logprobs"][0]
+    assert len(plain["top"]) == 5 and plain["top"][0]["token_id"] == plain["token_id"]
+    assert plain["top"][0]["logprob"] == plain["logprob"] < 0
+    for change in ({"temperature": 2.0}, {"top_p": 0.1}, {"top_k": 2}, {"repetition_penalty": 2.0}):
+        entry = live.generate("logprobs", **{"max_tokens": 1, "logprobs": 5, **change})["choices"][0]["logprobs"][0]
+        assert entry["top"] == plain["top"]
+    only = live.generate("logprobs", max_tokens=2, logprobs=0)["choices"][0]["logprobs"]
+    assert [entry["top"] for entry in only] == [[], []]
+    assert "logprobs" not in live.generate("logprobs", max_tokens=2)["choices"][0]
+
+
+def test_bias_penalties_and_min_tokens_do_what_they_say(live: Live) -> None:
+    assert live.text("x", max_tokens=5, temperature=0, logit_bias={"65": 100}) == "AAAAA"
+    falling = live.text("x", max_tokens=40, temperature=0, logit_bias={"65": 100, "66": 99}, frequency_penalty=2)
+    assert set(falling) == {"A", "B"}, "each use costs 2, so the other is soon better"
+    ends = {"max_tokens": 20, "logit_bias": {"257": 100}}
+    assert live.generate("x", **ends)["usage"]["completion_tokens"] == 1
+    late = live.generate("x", **ends, min_tokens=7)
+    assert late["usage"]["completion_tokens"] == 8 and late["choices"][0]["finish_reason"] == "stop"
+    assert live.generate("x", **ends, ignore_eos=True)["choices"][0]["finish_reason"] == "length"
+    letter = live.generate("x", max_tokens=20, logit_bias={"65": 100}, stop_token_ids=[65])
+    assert letter["choices"][0]["text"] == "" and letter["choices"][0]["token_ids"] == [65]
+
+
+@pytest.mark.parametrize(
+    ("change", "param", "word"),
+    [
+        ({"logit_bias": {"264": 1}}, "logit_bias", "0..263"),
+        ({"logit_bias": {"a": 1}}, "logit_bias", "not a token id"),
+        ({"logit_bias": {"7": 1, "07": 1}}, "logit_bias", "twice"),
+        ({"logit_bias": {"7": 101}}, "logit_bias.7", "at most 100"),
+        ({"stop_token_ids": [-1]}, "stop_token_ids", "0..263"),
+        ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "8"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "more than 0"),
+        ({"presence_penalty": 3}, "presence_penalty", "at most 2"),
+        ({"n": 9}, "n", "at most 8"),
+        ({"n": 0}, "n", "at least 1"),
+        ({"logprobs": 21}, "logprobs", "at most 20"),
+        ({"top_k": -2}, "top_k", "at least -1"),
+        ({"top_k": 2.5}, "top_k", "integer"),
+        ({"top_p": 0}, "top_p", "more than 0"),
+        ({"temperature": "hot"}, "temperature", "number"),
+        ({"temperature": True}, "temperature", "number"),
+        ({"stop": ["a", 5]}, "stop.1", "string"),
+        ({"stop": ["x"] * 17}, "stop", "at most 16"),
+        ({"stop": "x" * 257}, "stop.0", "at most 256"),
+        ({"{0}": 1}, "{0}", "unknown"),
+    ],
+)
+def test_what_is_out_of_range_is_refused_with_the_range(
+    live: Live, change: dict[str, object], param: str, word: str
+) -> None:
+    response = live.post(**{"prompt": "x", **change})
+    assert response.status_code == 422
+    error = response.json()["error"]
+    assert error["param"] == param and word in error["message"], error
+
+
+def test_null_is_the_same_as_absent(live: Live) -> None:
+    nulls = dict.fromkeys(("max_tokens", "seed", "stop", "logprobs", "logit_bias", "n", "top_k", "min_tokens"), None)
+    assert live.text("x", temperature=0, **nulls) == live.text("x", temperature=0)
+    assert live.post(prompt="x", max_token=None).status_code == 422

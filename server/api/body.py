@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any, TypeVar
+import re
+import secrets
+from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 from starlette.requests import ClientDisconnect, Request
 
+from model.sampler import SamplingParams
 from server.errors import BadRequest, BodyTooLarge, Unprocessable
 
 Model = TypeVar("Model", bound="Body")
@@ -18,6 +21,60 @@ class Body(BaseModel):
     """A request body: no coercion ("10" is not 10, true is not 1), no unknown fields."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+
+Stop = Annotated[str, Field(min_length=1, max_length=256)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class SamplingBody(Body):
+    """What every endpoint that generates takes: how tokens are drawn, and where the text ends."""
+
+    max_tokens: int | None = Field(None, ge=1, description="tokens to generate")
+    temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy")
+    top_k: int = Field(0, ge=-1, le=2**31, description="0 or -1 is off")
+    top_p: float = Field(1.0, gt=0, le=1)
+    min_p: float = Field(0.0, ge=0, le=1)
+    repetition_penalty: float = Field(1.0, gt=0, le=100, description="counts prompt and output; 1 is off")
+    presence_penalty: float = Field(0.0, ge=-2, le=2, description="counts the output")
+    frequency_penalty: float = Field(0.0, ge=-2, le=2, description="counts the output")
+    logit_bias: dict[str, Bias] = Field({}, max_length=1024, description="token id, as a string, to -100..100")
+    seed: int | None = Field(None, ge=0, lt=2**64, description="absent: fresh")
+    n: int = Field(1, ge=1, le=8, description="choices, each with its own stream of random numbers")
+    stop: list[Stop] = Field([], max_length=16, description="a string or up to 16 strings of 1 to 256 characters")
+    stop_token_ids: list[int] = Field([], max_length=64)
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, description="no end and no stop before so many tokens")
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _one_is_a_list(cls, value: Any) -> Any:
+        return [value] if isinstance(value, str) else value
+
+    @field_validator("logit_bias")
+    @classmethod
+    def _keys_are_ids(cls, value: dict[str, float]) -> dict[str, float]:
+        wrong = next((key for key in value if not re.fullmatch(r"[0-9]{1,10}", key)), None)
+        if wrong is not None:
+            raise ValueError(f"the key {_shown(wrong)} is not a token id")
+        if len({int(key) for key in value}) < len(value):
+            raise ValueError("one token id stands there twice")
+        return value
+
+    def sampling(self, logprobs: int | None) -> SamplingParams:
+        return SamplingParams(
+            temperature=self.temperature,
+            top_k=max(self.top_k, 0),
+            top_p=self.top_p,
+            min_p=self.min_p,
+            seed=secrets.randbits(53) if self.seed is None else self.seed,  # 53 bits survive JavaScript
+            repetition_penalty=self.repetition_penalty,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            logit_bias=tuple((int(key), bias) for key, bias in self.logit_bias.items()),
+            min_tokens=self.min_tokens,
+            logprobs=logprobs,
+        )
 
 
 async def read(request: Request, model: type[Model], limit: int) -> Model:
@@ -100,22 +157,45 @@ def validate(value: Any, model: type[Model]) -> Model:
     """`value` as `model`; the first fault is named with its field. Raises Unprocessable (422)."""
     if not isinstance(value, dict):
         raise Unprocessable(f"the body must be a JSON object, not {_kind(value)}")
+    given = {key: field for key, field in value.items() if field is not None or key not in model.model_fields}
     try:
-        return model.model_validate(value)
+        return model.model_validate(given)  # null is the same as absent
     except ValidationError as error:
         raise _named(error) from None
 
 
 def _named(error: ValidationError) -> Unprocessable:
-    faults = error.errors(include_url=False, include_context=False, include_input=False)
+    faults = error.errors(include_url=False)
     unknown = [str(fault["loc"][-1]) for fault in faults if fault["type"] == "extra_forbidden"]
     if unknown:
         names = ", ".join(_shown(name) for name in unknown[:5])
         return Unprocessable(f"unknown field {names}", param=unknown[0][:100])
     fault = faults[0]
-    field = str(fault["loc"][0]) if fault["loc"] else None
-    message = fault["msg"].removeprefix("Value error, ")
+    field = ".".join(str(part)[:60] for part in fault["loc"]) or None
+    said = _SAID.get(fault["type"])
+    message = said.format_map(fault.get("ctx", {})) if said else fault["msg"].removeprefix("Value error, ")
+    if isinstance(fault["input"], bool | int | float):
+        message += f", got {json.dumps(fault['input'])}"
     return Unprocessable(f"{field}: {message}" if field else message, param=field)
+
+
+_SAID = {
+    "missing": "is required",
+    "greater_than_equal": "must be at least {ge}",
+    "greater_than": "must be more than {gt}",
+    "less_than_equal": "must be at most {le}",
+    "less_than": "must be less than {lt}",
+    "int_type": "must be an integer",
+    "float_type": "must be a number",
+    "bool_type": "must be true or false",
+    "string_type": "must be a string",
+    "list_type": "must be an array",
+    "dict_type": "must be an object",
+    "string_too_short": "must have at least {min_length} character",
+    "string_too_long": "must have at most {max_length} characters",
+    "too_long": "must have at most {max_length} entries, got {actual_length}",
+    "literal_error": "must be {expected}",
+}
 
 
 def _shown(name: str) -> str:

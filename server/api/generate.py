@@ -6,42 +6,33 @@ import asyncio
 import secrets
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Coroutine
-from typing import Annotated, Any, TypeVar
+from collections.abc import AsyncIterator, Coroutine, Sequence
+from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, field_validator
 
-from model.sampler import SamplingParams
+from model.tokenizer import Tokenizer
 from server.api import sse
-from server.api.body import Body, read
+from server.api.body import SamplingBody, read
 from server.api.service import Service, request_id, service_of
-from server.api.stream import Delta, End, Silence, Stream, Wanted
+from server.api.stream import Delta, End, Piece, Silence, Stream, Wanted
 from server.engine.sequence import Started
 from server.errors import ApiError
 
 router = APIRouter()
 T = TypeVar("T")
 
-Stop = Annotated[str, Field(min_length=1, max_length=256)]
 
-
-class GenerateBody(Body):
+class GenerateBody(SamplingBody):
     """What a client may ask of /generate."""
 
     prompt: str | list[int] = Field(description="text, or token ids")
-    max_tokens: int | None = Field(None, description="tokens to generate; absent: 128, or what is left of the context")
-    temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy")
-    top_k: int = Field(0, ge=-1, le=2**31, description="0 or -1 is off")
-    top_p: float = Field(1.0, gt=0, le=1)
-    min_p: float = Field(0.0, ge=0, le=1)
-    seed: int | None = Field(None, ge=0, lt=2**64, description="absent: fresh; the end frame tells it")
-    stop: list[Stop] | None = Field(
-        None, max_length=16, description="a string or up to 16 strings of 1 to 256 characters"
+    max_tokens: int | None = Field(
+        None, ge=1, description="tokens to generate; absent: 128, or what is left of the context"
     )
-    stop_token_ids: list[int] = Field([], max_length=64)
-    ignore_eos: bool = False
+    logprobs: int | None = Field(None, ge=0, le=20, description="of each token, and of so many of the likeliest")
     stream: bool = True
 
     @field_validator("prompt", mode="before")
@@ -51,27 +42,17 @@ class GenerateBody(Body):
             return value
         raise ValueError("must be a string or an array of token ids (integers)")
 
-    @field_validator("stop", mode="before")
-    @classmethod
-    def _one_is_a_list(cls, value: Any) -> Any:
-        return [value] if isinstance(value, str) else value
-
-    @field_validator("max_tokens")
-    @classmethod
-    def _at_least_one(cls, value: int | None) -> int | None:
-        if value is not None and value < 1:
-            raise ValueError(f"must be at least 1, got {value}")
-        return value
-
     def wanted(self, id: str) -> Wanted:
-        sampling = SamplingParams(
-            temperature=self.temperature,
-            top_k=max(self.top_k, 0),
-            top_p=self.top_p,
-            min_p=self.min_p,
-            seed=secrets.randbits(53) if self.seed is None else self.seed,  # 53 bits survive JavaScript
+        return Wanted(
+            id,
+            self.prompt,
+            self.max_tokens,
+            self.sampling(self.logprobs),
+            n=self.n,
+            stops=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
         )
-        return Wanted(id, self.prompt, self.max_tokens, sampling, self.stop or (), self.stop_token_ids, self.ignore_eos)
 
 
 @router.post(
@@ -105,8 +86,9 @@ async def frames(service: Service, stream: Stream) -> AsyncIterator[bytes]:
             match item:
                 case Started():
                     yield sse.frame({"type": "start"} | start_fields(service, stream, item))
-                case Delta(index=index, text=text, token_ids=ids):
-                    yield sse.frame({"type": "token", "index": index, "text": text, "token_ids": ids})
+                case Delta(index=index, text=text, pieces=pieces):
+                    told = {"type": "token", "index": index, "text": text}
+                    yield sse.frame(told | token_fields(service.streams.tokenizer, pieces))
                 case End(index=index):
                     yield sse.frame({"type": "end", "index": index} | end_fields(stream, item))
                 case Silence(waiting=waiting):
@@ -120,26 +102,22 @@ async def fold(service: Service, stream: Stream) -> dict[str, Any]:
     """The same events as one JSON object. Raises ApiError for a failure."""
     answer: dict[str, Any] = {}
     text: dict[int, str] = defaultdict(str)
-    ids: dict[int, list[int]] = defaultdict(list)
+    pieces: dict[int, list[Piece]] = defaultdict(list)
     ends: dict[int, End] = {}
     async for item in stream.items():
         match item:
             case Started():
                 fields = start_fields(service, stream, item)
                 answer = {name: fields[name] for name in ("id", "slot", "kv")}
-            case Delta(index=index, text=piece, token_ids=token_ids):
-                text[index] += piece
-                ids[index] += token_ids
+            case Delta(index=index):
+                text[index] += item.text
+                pieces[index] += item.pieces
             case End(index=index):
                 ends[index] = item
     choices = [
-        {
-            "index": index,
-            "text": text[index],
-            "token_ids": ids[index],
-            "finish_reason": end.reason,
-            "seed": stream.request.sampling.seed,
-        }
+        {"index": index, "text": text[index]}
+        | token_fields(service.streams.tokenizer, pieces[index])
+        | {"finish_reason": end.reason, "seed": stream.request.sampling.seed}
         for index, end in sorted(ends.items())
     ]
     completion_tokens = sum(end.completion_tokens for end in ends.values())
@@ -160,6 +138,24 @@ def start_fields(service: Service, stream: Stream, started: Started) -> dict[str
         "kv": kv,
         "queued_ms": _ms(stream.arrived, stream.started_at),
     }
+
+
+def token_fields(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, Any]:
+    """The ids of these tokens and, when asked for, their logprobs."""
+    fields: dict[str, Any] = {"token_ids": [piece.token_id for piece in pieces]}
+    entries = [
+        {
+            "token_id": piece.token_id,
+            "text": tokenizer.token_text(piece.token_id),
+            "logprob": piece.logprobs.chosen,
+            "top": [
+                {"token_id": id, "text": tokenizer.token_text(id), "logprob": value} for id, value in piece.logprobs.top
+            ],
+        }
+        for piece in pieces
+        if piece.logprobs
+    ]
+    return fields | {"logprobs": entries} if entries else fields
 
 
 def end_fields(stream: Stream, end: End) -> dict[str, Any]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import dataclass
 
 from model.kv_memory import rows_max
-from model.sampler import SamplingParams
+from model.sampler import Logprobs, SamplingParams
 from model.tokenizer import Tokenizer
 from server.engine.engine import Engine
 from server.engine.sequence import Event, Failed, Finished, Request, Started, Token
@@ -21,12 +22,21 @@ SILENCE_S = 10.0  # after so long without a frame, a comment is sent
 
 
 @dataclass(frozen=True, slots=True)
+class Piece:
+    """One generated token and where its text begins, in characters of the choice's whole text."""
+
+    token_id: int
+    offset: int
+    logprobs: Logprobs | None
+
+
+@dataclass(frozen=True, slots=True)
 class Delta:
-    """Text of one choice that is ready, and the tokens it came from."""
+    """Text of one choice that is ready, and the tokens that begin in it; at the end also those that are left."""
 
     index: int
     text: str
-    token_ids: tuple[int, ...]
+    pieces: tuple[Piece, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,38 +59,67 @@ Item = Started | Delta | End | Silence
 
 
 class StopMatcher:
-    """Finds the earliest stop string in a text that comes in pieces; holds back only what may still become one."""
+    """Finds the stop string that begins first in a text that comes in pieces; holds back only what may become one.
+
+    Each stop string is followed by its own automaton (Knuth, Morris & Pratt 1977), so a character costs the same
+    whatever came before it. A match is final once no stop string that began before it can still be completed.
+    """
 
     def __init__(self, stops: Sequence[str]) -> None:
-        self._stops = stops
+        self._stops = [(stop, _borders(stop)) for stop in stops]
+        self._lengths = [0] * len(stops)  # of each stop string, how many characters the text ends with
         self._held = ""
+        self._match: int | None = None  # where in the held text a complete match begins
 
     def push(self, piece: str) -> tuple[str, bool]:
         """The text that is safe to send, and whether a stop string was completed (then it ends before the match)."""
-        text = self._held + piece
         if not self._stops:
-            return text, False
-        found = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
-        keep = self._tail(text)
-        if found and min(found) <= len(text) - keep:
-            self._held = ""
-            return text[: min(found)], True
-        self._held = text[len(text) - keep :]
-        return text[: len(text) - keep], False
+            return piece, False
+        text = self._held + piece
+        for end in range(len(self._held) + 1, len(text) + 1):
+            open_since = self._step(text[end - 1], end)
+            if self._match is not None and self._match <= open_since:
+                return self._finish(text)
+        safe = len(text) - max(self._lengths)
+        if self._match is not None:
+            self._match -= safe
+        self._held = text[safe:]
+        return text[:safe], False
 
     def flush(self) -> tuple[str, bool]:
         """What was held back, now that nothing more comes; a complete match in it still counts."""
-        held, self._held = self._held, ""
-        found = [at for at in (held.find(stop) for stop in self._stops) if at >= 0]
-        return (held[: min(found)], True) if found else (held, False)
+        return self._finish(self._held)
 
-    def _tail(self, text: str) -> int:
-        """Length of the longest end of `text` that begins a stop string without completing it."""
-        longest = max(map(len, self._stops)) - 1
-        for length in range(min(longest, len(text)), 0, -1):
-            if any(len(stop) > length and stop.startswith(text[-length:]) for stop in self._stops):
-                return length
-        return 0
+    def _step(self, char: str, end: int) -> int:
+        """Takes one character; where the earliest stop string begins that is not yet complete."""
+        open_since = end
+        for at, (stop, borders) in enumerate(self._stops):
+            length = self._lengths[at]
+            while length and stop[length] != char:
+                length = borders[length]
+            length += stop[length] == char
+            if length == len(stop):
+                begin = end - length
+                self._match = begin if self._match is None else min(self._match, begin)
+                length = borders[length]
+            self._lengths[at] = length
+            open_since = min(open_since, end - length)
+        return open_since
+
+    def _finish(self, text: str) -> tuple[str, bool]:
+        match, self._match, self._held = self._match, None, ""
+        return (text, False) if match is None else (text[:match], True)
+
+
+def _borders(stop: str) -> list[int]:
+    """borders[n]: length of the longest proper end of stop[:n] that is also its beginning."""
+    borders = [0, 0]
+    for n in range(1, len(stop)):
+        length = borders[n]
+        while length and stop[length] != stop[n]:
+            length = borders[length]
+        borders.append(length + (stop[length] == stop[n]))
+    return borders
 
 
 class Choice:
@@ -90,40 +129,58 @@ class Choice:
         self.index = index
         self.end: End | None = None
         self.completion_tokens = 0
-        self.pending_ids: list[int] = []
+        self.pending: deque[Piece] = deque()
         self._pending_text = ""
+        self._decoded = 0  # characters of all tokens so far
+        self._released = 0  # characters that may be sent, or were
         self._end_ids = request.stop_ids
+        self._min_tokens = request.sampling.min_tokens
         self._detokenizer = tokenizer.detokenizer()
         self._stops = StopMatcher(stops)
 
-    def take(self, token_id: int) -> None:
+    def take(self, token: Token) -> None:
         """One more token; ends the choice where it completes a stop string."""
         self.completion_tokens += 1
-        self.pending_ids.append(token_id)
-        if token_id not in self._end_ids:  # an end token is no part of the text
-            self._append(self._detokenizer.push(token_id))
+        self.pending.append(Piece(token.token_id, self._decoded, token.logprobs))
+        if token.token_id not in self._end_ids:  # an end token is no part of the text
+            self._append(self._detokenizer.push(token.token_id))
 
     def finish(self, reason: str) -> None:
         """No more tokens: what was held back is sent; a stop string that is complete by then is the reason."""
-        self._append(self._detokenizer.flush())
+        stopped = self.flush()
         if self.end is None:
-            text, stopped = self._stops.flush()
-            self._pending_text += text
             self.end = End(self.index, "stop" if stopped else reason, self.completion_tokens)
 
+    def flush(self) -> bool:
+        """Releases what was held back, whatever the end is; whether it was cut by a stop string."""
+        self._append(self._detokenizer.flush())
+        text, stopped = self._stops.flush()
+        self._release(text)
+        return stopped
+
     def ready(self) -> Delta | None:
-        """What can be sent now; ids wait for the text they belong to, and go at the end at the latest."""
-        if not self._pending_text and not (self.end and self.pending_ids):
+        """What can be sent now; tokens wait for the text that they begin, and go at the end at the latest."""
+        if not self._pending_text and not (self.end and self.pending):
             return None
-        delta = Delta(self.index, self._pending_text, tuple(self.pending_ids))
-        self._pending_text, self.pending_ids = "", []
-        return delta
+        pieces = []
+        while self.pending and (self.end or self.pending[0].offset < self._released):
+            pieces.append(self.pending.popleft())
+        text, self._pending_text = self._pending_text, ""
+        return Delta(self.index, text, tuple(pieces))
 
     def _append(self, piece: str) -> None:
+        self._decoded += len(piece)
+        if self.completion_tokens <= self._min_tokens:  # too early for an end
+            self._release(piece)
+            return
         text, stopped = self._stops.push(piece)
-        self._pending_text += text
+        self._release(text)
         if stopped:
             self.end = End(self.index, "stop", self.completion_tokens)
+
+    def _release(self, text: str) -> None:
+        self._pending_text += text
+        self._released += len(text)
 
 
 class Stream:
@@ -182,10 +239,10 @@ class Stream:
             case Started():
                 if self.started is None:
                     self.started_at, self.started = time.monotonic(), event
-            case Token(token_id=token_id):
+            case Token():
                 if self.first_token_at is None:
                     self.first_token_at = time.monotonic()
-                choice.take(token_id)
+                choice.take(event)
                 if choice.end:
                     self._streams.engine.cancel(self.request.id, choice.index)
             case Finished(reason=reason):
@@ -194,7 +251,7 @@ class Stream:
                 self.fail(EngineFailure(message))
         if all(choice.end for choice in self._choices):
             self.close()
-        elif sum(len(choice.pending_ids) for choice in self._choices) >= self._streams.buffer_tokens:
+        elif sum(len(choice.pending) for choice in self._choices) >= self._streams.buffer_tokens:
             self._hold()
         self._wake.set()
 
@@ -202,6 +259,9 @@ class Stream:
         """Ends the stream with an error."""
         if not self._closed:
             self._error = error
+            for choice in self._choices:
+                if choice.end is None:
+                    choice.flush()
             self.close()
             self._wake.set()
 
@@ -245,6 +305,7 @@ class Wanted:
     prompt: str | Sequence[int]
     max_tokens: int | None
     sampling: SamplingParams
+    n: int = 1
     stops: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
@@ -282,11 +343,18 @@ class Streams:
     async def open(self, wanted: Wanted) -> Stream:
         """Tokenises, refuses what can never fit or has no place to wait, registers, submits. Raises ApiError."""
         prompt = await self._ids(wanted.prompt)
+        self._check_ids("stop_token_ids", wanted.stop_token_ids)
+        self._check_ids("logit_bias", (id for id, _ in wanted.sampling.logit_bias))
+        max_tokens = self._max_tokens(len(prompt), wanted.max_tokens)
+        if wanted.sampling.min_tokens > max_tokens:
+            told = f"min_tokens: {wanted.sampling.min_tokens} is more than max_tokens, which is {max_tokens}"
+            raise Unprocessable(told, param="min_tokens")
         request = Request(
             id=wanted.id,
             prompt=prompt,
-            max_tokens=self._max_tokens(len(prompt), wanted.max_tokens),
+            max_tokens=max_tokens,
             sampling=wanted.sampling,
+            n=wanted.n,
             stop_ids=frozenset(wanted.stop_token_ids) | (frozenset() if wanted.ignore_eos else self.tokenizer.stop_ids),
         )
         self._refuse_what_cannot_be_taken()
@@ -342,9 +410,7 @@ class Streams:
 
     async def _ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
-            outside = next((token for token in prompt if not 0 <= token < self.vocab_size), None)
-            if outside is not None:
-                raise Unprocessable(f"prompt: token id {outside} is not in 0..{self.vocab_size - 1}", param="prompt")
+            self._check_ids("prompt", prompt)
             ids: Sequence[int] = prompt
         elif len(prompt) > 4096:
             ids = await asyncio.to_thread(self.tokenizer.encode, prompt)  # a long text would stall the other streams
@@ -353,6 +419,11 @@ class Streams:
         if not ids:
             raise Unprocessable("prompt: it has no tokens", param="prompt")
         return tuple(ids)
+
+    def _check_ids(self, field: str, ids: Iterable[int]) -> None:
+        outside = next((id for id in ids if not 0 <= id < self.vocab_size), None)
+        if outside is not None:
+            raise Unprocessable(f"{field}: token id {outside} is not in 0..{self.vocab_size - 1}", param=field)
 
     def _max_tokens(self, prompt_tokens: int, asked: int | None) -> int:
         """What was asked, or the default; refuses what neither the context nor the pool could ever hold."""

@@ -8,7 +8,7 @@ from model.attention import Batch
 from model.decoder import Decoder
 from model.kv_pool import KVPool
 from model.linear import padded
-from model.sampler import LogitsError, SamplingParams, sample
+from model.sampler import LogitsError, Row, Sampled, SamplingParams, sample
 from server.engine.sequence import Request, Sequence, Span, Step
 
 
@@ -27,22 +27,17 @@ class Runner:
         self.pool.release(0)
         if isinstance(outcome, Exception):
             raise outcome
-        return outcome
+        return outcome.token_id
 
-    def run(self, step: Step) -> list[int | Exception]:
+    def run(self, step: Step) -> list[Sampled | Exception]:
         """One outcome per span that samples, in the step's order."""
         for slot in step.freed:
             self.pool.release(slot)
         if not step.spans:
             return []
         logits = self.decoder.forward(self._batch(step), self.pool).numpy()  # [S, vocab]
-        outcomes: list[int | Exception] = []
-        for row, span in zip(logits, (s for s in step.spans if s.samples), strict=False):  # logits may be padded
-            try:
-                outcomes.append(sample(row, span.sequence.request.sampling, span.sequence.index, span.stop))
-            except LogitsError as error:
-                outcomes.append(error)
-        return outcomes
+        sampling = (span.sequence for span in step.spans if span.samples)
+        return [_sample(row, sequence) for row, sequence in zip(logits, sampling, strict=False)]  # logits may be padded
 
     def _batch(self, step: Step) -> Batch:
         tokens: list[int] = []
@@ -59,3 +54,20 @@ class Runner:
         tokens += [0] * (padded(len(tokens), self.safe_rows) - len(tokens))
         sample_rows += [0] * (padded(len(sample_rows), self.safe_rows) - len(sample_rows))
         return Batch(torch.tensor(tokens), torch.tensor(slots), torch.tensor(positions), torch.tensor(sample_rows))
+
+
+def _sample(logits: Row, sequence: Sequence) -> Sampled | Exception:
+    """The next token of one sequence, from the logits [vocab] of its last one."""
+    request, params = sequence.request, sequence.request.sampling
+    try:
+        return sample(
+            logits,
+            params,
+            sequence.index,
+            len(sequence.tokens),
+            prompt=request.prompt if params.penalises else (),
+            output=sequence.tokens[len(request.prompt) :] if params.penalises else (),
+            forbidden=request.stop_ids if sequence.generated < params.min_tokens else (),
+        )
+    except LogitsError as error:
+        return error

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence as Seq
 
+from model.sampler import Sampled
 from server.engine.ledger import KVLedger
 from server.engine.sequence import Event, Failed, Finished, Request, Sequence, Span, Started, Step, Token
 
@@ -46,7 +47,7 @@ class Scheduler:
         freed, self._freed = tuple(self._freed), []
         return Step(freed, tuple(spans), tuple(started))
 
-    def commit(self, step: Step, outcomes: Seq[int | Exception]) -> list[Event]:
+    def commit(self, step: Step, outcomes: Seq[Sampled | Exception]) -> list[Event]:
         """Books what a step computed; one outcome per span that samples, in order: the token, or what went wrong."""
         events: list[Event] = []
         results = iter(outcomes)
@@ -97,16 +98,17 @@ class Scheduler:
             started.append(Started(sequence.request.id, sequence.index, slot, held, layout.committed(rows_max)))
         return started
 
-    def _advance(self, sequence: Sequence, outcome: int | Exception) -> list[Event]:
+    def _advance(self, sequence: Sequence, outcome: Sampled | Exception) -> list[Event]:
         request = sequence.request
         if isinstance(outcome, Exception):
             self._drop(sequence)
             return [Failed(request.id, sequence.index, str(outcome))]
-        sequence.tokens.append(outcome)
-        events: list[Event] = [Token(request.id, sequence.index, outcome)]
+        token_id = outcome.token_id
+        sequence.tokens.append(token_id)
+        events: list[Event] = [Token(request.id, sequence.index, token_id, outcome.logprobs)]
         # an end token is an end even where it is also the last token allowed
         reason = (
-            "stop" if outcome in request.stop_ids else "length" if sequence.generated == request.max_tokens else None
+            "stop" if token_id in request.stop_ids else "length" if sequence.generated == request.max_tokens else None
         )
         if reason:
             self._drop(sequence)

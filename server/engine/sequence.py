@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from model.kv_memory import rows_max
-from model.sampler import SamplingParams
+from model.sampler import Logprobs, SamplingParams
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +85,7 @@ class Token:
     request_id: str
     index: int
     token_id: int
+    logprobs: Logprobs | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,319 @@
+"""The sampler against its definition, written once more in plain float64 numpy, step by step and without shortcuts."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from numpy.typing import NDArray
+
+from model.sampler import LOWEST_LOGPROB, LogitsError, SamplingParams, logprobs, sample, uniform
+
+V = 40
+EDGE = 1e-9  # two roundings of one sum may differ by this: a cut or a draw nearer to its line may fall either way
+
+
+def reference_row(logits: NDArray[np.float32], params: SamplingParams, history: dict[str, Any]) -> NDArray[np.float64]:
+    """Logits after penalties, bias and bans, one token at a time."""
+    row = [float(value) for value in logits]
+    prompt, output = history.get("prompt", []), history.get("output", [])
+    for id in set(prompt) | set(output):
+        row[id] = row[id] / params.repetition_penalty if row[id] > 0 else row[id] * params.repetition_penalty
+    for id in set(output):
+        row[id] -= params.presence_penalty + params.frequency_penalty * output.count(id)
+    for id, bias in params.logit_bias:
+        row[id] += bias
+    allowed = history.get("allowed")
+    for id in range(len(row)):
+        if id in history.get("forbidden", ()) or (allowed is not None and not allowed[id]):
+            row[id] = -math.inf
+    return np.array(row)
+
+
+def reference(
+    logits: NDArray[np.float32], params: SamplingParams, u: float, history: dict[str, Any]
+) -> tuple[int, bool]:
+    """The token by the definition, and whether a rounding could have made it another."""
+    row = reference_row(logits, params, history)
+    order = sorted(range(len(row)), key=lambda id: (-row[id], id))
+    if params.temperature < 1e-5 or params.top_k == 1:
+        return order[0], False
+    weight = {id: math.exp((row[id] - row[order[0]]) / params.temperature) for id in order}
+    close = False
+    if 0 < params.top_k < len(row):
+        order = order[: params.top_k]
+    if params.top_p < 1:
+        total, mass, kept = math.fsum(weight[id] for id in order), 0.0, []
+        for id in order:
+            close |= abs(mass / total - params.top_p) < EDGE
+            if mass >= params.top_p * total:
+                break
+            kept.append(id)
+            mass += weight[id]
+        close |= abs(mass / total - params.top_p) < EDGE
+        order = kept
+    if params.min_p > 0:
+        close |= any(abs(weight[id] - params.min_p) < EDGE for id in order)
+        order = [id for id in order if weight[id] >= params.min_p]
+    order.sort()
+    total, mass = math.fsum(weight[id] for id in order), 0.0
+    drawn = order[-1]
+    for id in order:
+        mass += weight[id]
+        close |= abs(mass / total - u) < EDGE
+        if u * total < mass:
+            drawn = id
+            break
+    return drawn, close
+
+
+def random_case(rng: np.random.Generator) -> tuple[NDArray[np.float32], SamplingParams, dict[str, Any]]:
+    """Any mix of parameters, each off in about half of the cases; ties and banned tokens included."""
+
+    def maybe(value: Any, off: Any) -> Any:
+        return value if rng.random() < 0.5 else off
+
+    logits = rng.normal(0, rng.choice([0.1, 1, 5, 30]), V).astype(np.float32)
+    if rng.random() < 0.3:
+        logits = np.round(logits)  # ties
+    if rng.random() < 0.1:
+        logits[rng.integers(V, size=5)] = -np.inf
+    logits[0] = max(logits[0], -3.0)
+    bias_ids = rng.choice(V, size=3, replace=False)
+    params = SamplingParams(
+        temperature=maybe(float(rng.choice([0.0, 1e-4, 0.1, 0.7, 2.0])), 1.0),
+        top_k=maybe(int(rng.integers(-1, V + 5)), 0),
+        top_p=maybe(float(rng.uniform(0.01, 1)), 1.0),
+        min_p=maybe(float(rng.uniform(0, 1)), 0.0),
+        seed=int(rng.integers(2**63)),
+        repetition_penalty=maybe(float(rng.uniform(0.5, 2)), 1.0),
+        presence_penalty=maybe(float(rng.uniform(-2, 2)), 0.0),
+        frequency_penalty=maybe(float(rng.uniform(-2, 2)), 0.0),
+        logit_bias=maybe(tuple((int(id), float(rng.uniform(-100, 100))) for id in bias_ids), ()),
+    )
+    history = {
+        "prompt": rng.integers(V, size=rng.integers(1, 20)).tolist(),
+        "output": rng.integers(V, size=rng.integers(0, 20)).tolist(),
+        "forbidden": maybe(set(rng.integers(1, V, size=3).tolist()), ()),
+        "allowed": maybe(rng.random(V) < 0.6, None),
+    }
+    if history["allowed"] is not None:
+        history["allowed"][0] = True
+    return logits, params, history
+
+
+def check_cases(count: int, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    compared = 0
+    for _ in range(count):
+        logits, params, history = random_case(rng)
+        choice, position = int(rng.integers(8)), int(rng.integers(1000))
+        token = sample(logits, params, choice, position, **history).token_id
+        wanted, close = reference(logits, params, uniform(params.seed, choice, position), history)
+        assert token == wanted or close, (logits, params, history)
+        compared += not close
+    assert compared > 0.99 * count
+
+
+def test_any_mix_of_parameters_draws_what_the_definition_draws() -> None:
+    check_cases(1_000, seed=1)
+
+
+@pytest.mark.slow
+def test_ten_thousand_mixes_draw_what_the_definition_draws() -> None:
+    check_cases(10_000, seed=2)
+
+
+@pytest.mark.parametrize("vocab", [3, 64, 65, 5_000])
+def test_cuts_by_partition_equal_cuts_by_a_full_sort(vocab: int) -> None:
+    rng = np.random.default_rng(vocab)
+    for case in range(40):
+        logits = np.round(rng.normal(0, 3, vocab), case % 3).astype(np.float32)
+        params = SamplingParams(
+            temperature=float(rng.choice([0.2, 1, 3])),
+            top_k=int(rng.choice([0, 2, 50, 300])),
+            top_p=float(rng.choice([1, 0.999, 0.5])),
+            seed=case,
+        )
+        wanted, close = reference(logits, params, uniform(case, 0, 7), {})
+        assert sample(logits, params, 0, 7).token_id == wanted or close
+
+
+DISTRIBUTIONS = [
+    SamplingParams(),
+    SamplingParams(temperature=0.5, top_k=12),
+    SamplingParams(temperature=1.7, top_p=0.8),
+    SamplingParams(min_p=0.1, repetition_penalty=1.3, presence_penalty=0.5),
+]
+
+
+def check_distribution(params: SamplingParams, draws: int) -> None:
+    logits = np.random.default_rng(5).normal(0, 1.5, V).astype(np.float32)
+    history = {"prompt": [1, 2, 3], "output": [3, 4]}
+    counts = np.zeros(V)
+    for position in range(draws):
+        counts[sample(logits, params, 0, position, **history).token_id] += 1
+    row = reference_row(logits, params, history)
+    weight = np.exp((row - row.max()) / params.temperature)
+    order = np.argsort(-row, kind="stable")
+    if params.top_k:
+        weight[order[params.top_k :]] = 0
+    if params.top_p < 1:
+        before = np.cumsum(weight[order]) - weight[order]
+        weight[order[before >= params.top_p * weight.sum()]] = 0
+    weight[weight < params.min_p] = 0
+    expected = draws * weight / weight.sum()
+    assert counts[expected == 0].sum() == 0
+    kept = expected > 0
+    chi_squared = float(((counts[kept] - expected[kept]) ** 2 / expected[kept]).sum())
+    freedom = int(kept.sum()) - 1
+    # chi-squared has mean f and variance 2f; five deviations out is about one in a million
+    assert chi_squared < freedom + 5 * math.sqrt(2 * freedom) + 10
+
+
+@pytest.mark.parametrize("params", DISTRIBUTIONS)
+def test_draws_follow_the_distribution(params: SamplingParams) -> None:
+    check_distribution(params, 5_000)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("params", DISTRIBUTIONS)
+def test_a_hundred_thousand_draws_follow_the_distribution(params: SamplingParams) -> None:
+    check_distribution(params, 100_000)
+
+
+@given(st.integers(0, 2**64 - 1), st.integers(0, 7), st.integers(0, 2**20))
+def test_the_random_number_is_in_zero_to_one_and_repeats(seed: int, choice: int, position: int) -> None:
+    u = uniform(seed, choice, position)
+    assert 0 <= u < 1 and u == uniform(seed, choice, position)
+
+
+def test_random_numbers_of_choices_and_positions_are_independent() -> None:
+    table = np.array([[uniform(7, choice, position) for position in range(2_000)] for choice in range(4)])
+    assert len(np.unique(table)) == table.size
+    assert np.all(np.abs(np.corrcoef(table) - np.eye(4)) < 0.1)
+    assert abs(np.corrcoef(table[0][:-1], table[0][1:])[0, 1]) < 0.1
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1e-8, 1e-6])
+def test_greedy_is_argmax_whatever_the_seed(temperature: float) -> None:
+    rng = np.random.default_rng(0)
+    for seed in range(50):
+        logits = rng.normal(0, 10, V).astype(np.float32)
+        params = SamplingParams(temperature=temperature, seed=seed)
+        assert sample(logits, params, 0, seed).token_id == int(logits.argmax())
+
+
+@pytest.mark.parametrize("params", [SamplingParams(temperature=0), SamplingParams(top_k=1)])
+def test_ties_go_to_the_lower_id(params: SamplingParams) -> None:
+    logits = np.zeros(V, np.float32)
+    logits[[9, 4, 30]] = 2.0
+    assert {sample(logits, replace(params, seed=seed), 0, 3).token_id for seed in range(50)} == {4}
+    two = replace(params, temperature=1.0, top_k=2)
+    assert {sample(logits, replace(two, seed=seed), 0, 3).token_id for seed in range(50)} == {4, 9}
+
+
+def test_top_k_past_the_vocabulary_and_minus_one_are_off() -> None:
+    logits = np.random.default_rng(3).normal(0, 1, V).astype(np.float32)
+    for seed in range(50):
+        plain = sample(logits, SamplingParams(seed=seed), 0, 1)
+        for top_k in (-1, 0, V, V + 1, 10_000):
+            assert sample(logits, SamplingParams(seed=seed, top_k=top_k), 0, 1) == plain
+
+
+def test_tiny_temperatures_and_huge_logits_stay_finite() -> None:
+    logits = np.array([3e38, -3e38, 2.9e38, -np.inf], np.float32)
+    with np.errstate(all="raise", under="ignore"):
+        for temperature in (1e-4, 1e-2, 1.0, 100.0):
+            assert sample(logits, SamplingParams(temperature=temperature), 0, 1).token_id == 0
+
+
+@given(st.integers(0, 63), st.sampled_from([math.nan, math.inf]), st.booleans())
+def test_a_row_that_is_not_finite_is_an_error_wherever_it_breaks(at: int, value: float, greedy: bool) -> None:
+    logits = np.random.default_rng(at).normal(0, 1, 64).astype(np.float32)
+    logits[at] = value
+    with pytest.raises(LogitsError, match="not finite"):
+        sample(logits, SamplingParams(temperature=0.0 if greedy else 1.0, top_p=0.5), 0, 1)
+
+
+def test_repetition_penalty_makes_a_repeat_less_likely_whatever_the_sign() -> None:
+    for shift in (-20.0, 0.0, 20.0):
+        logits = np.random.default_rng(1).normal(0, 1, V).astype(np.float32) + np.float32(shift)
+        best = int(logits.argmax())
+        for seen in ({"prompt": [best]}, {"output": [best]}):
+            harsh = SamplingParams(temperature=0, repetition_penalty=1.0 + abs(shift) / 5 + 3.0)
+            assert sample(logits, harsh, 0, 1, **seen).token_id != best
+            none = SamplingParams(temperature=0, repetition_penalty=1.0)
+            assert sample(logits, none, 0, 1, **seen).token_id == best
+
+
+def test_presence_and_frequency_count_the_output_and_not_the_prompt() -> None:
+    logits = np.array([1.0, 0.0], np.float32)
+    for params in (
+        SamplingParams(temperature=0, presence_penalty=1.5),
+        SamplingParams(temperature=0, frequency_penalty=1.5),
+    ):
+        assert sample(logits, params, 0, 1, prompt=[0, 0]).token_id == 0
+        assert sample(logits, params, 0, 1, output=[0]).token_id == 1
+    mild = SamplingParams(temperature=0, frequency_penalty=0.6)
+    assert [sample(logits, mild, 0, 1, output=[0] * count).token_id for count in range(3)] == [0, 0, 1]
+
+
+def test_bias_can_force_and_ban() -> None:
+    logits = np.random.default_rng(1).normal(0, 5, V).astype(np.float32)
+    best = int(logits.argmax())
+    assert sample(logits, SamplingParams(temperature=0, logit_bias=((5, 100.0),)), 0, 1).token_id == 5
+    banned = SamplingParams(temperature=2, logit_bias=((best, -100.0),))
+    assert all(sample(logits, replace(banned, seed=seed), 0, 1).token_id != best for seed in range(200))
+
+
+def test_forbidden_and_disallowed_tokens_never_come() -> None:
+    logits = np.full(V, -1.0, np.float32)
+    logits[-5:] = 9.0  # all the mass lies where nothing may be drawn, up to the last id
+    allowed = np.ones(V, np.bool_)
+    allowed[-5:] = False
+    for seed in range(200):
+        for params in (SamplingParams(seed=seed), SamplingParams(seed=seed, top_k=7, top_p=0.99)):
+            assert sample(logits, params, 0, 1, allowed=allowed).token_id < V - 5
+            assert sample(logits, params, 0, 1, forbidden=set(range(V - 5, V))).token_id < V - 5
+
+
+def test_the_largest_random_number_draws_no_token_without_probability(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its product with the total rounds up to the total; the ids behind the last possible one have probability 0."""
+    monkeypatch.setattr("model.sampler.uniform", lambda *_: 1.0 - 2.0**-53)
+    rng = np.random.default_rng(1)
+    for last in range(1, V):
+        logits = rng.normal(0, 1, V).astype(np.float32)
+        logits[last:] = -np.inf
+        assert sample(logits, SamplingParams(), 0, 1).token_id < last
+
+
+def test_logprobs_are_those_of_the_model_whatever_is_asked() -> None:
+    logits = np.random.default_rng(2).normal(0, 4, V).astype(np.float32)
+    exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
+    history = {"prompt": [1], "output": [int(logits.argmax())], "forbidden": {3}}
+    for params in (
+        SamplingParams(logprobs=5),
+        SamplingParams(logprobs=5, temperature=0),
+        SamplingParams(logprobs=5, temperature=0.3, top_k=2, top_p=0.5, min_p=0.2),
+        SamplingParams(logprobs=5, repetition_penalty=2, presence_penalty=2, logit_bias=((7, 50.0),)),
+    ):
+        drawn = sample(logits, params, 0, 1, **history)
+        assert drawn.logprobs is not None
+        assert drawn.logprobs.chosen == pytest.approx(exact[drawn.token_id], abs=1e-12)
+        assert [id for id, _ in drawn.logprobs.top] == np.argsort(-exact, kind="stable")[:5].tolist()
+        assert [value for _, value in drawn.logprobs.top] == pytest.approx(np.sort(exact)[::-1][:5], abs=1e-12)
+
+
+def test_logprobs_are_finite_and_as_many_as_asked() -> None:
+    logits = np.array([0.0, -np.inf, -3e38, 1.0], np.float32)
+    for count in (0, 1, 3, 4, 20):
+        entry = logprobs(logits, 1, count)
+        assert entry.chosen == LOWEST_LOGPROB and len(entry.top) == min(count, 4)
+        assert all(math.isfinite(value) for _, value in entry.top)
+    assert sample(logits, SamplingParams(), 0, 1).logprobs is None

@@ -70,8 +70,8 @@ class KVPool:
 
     def write(self, layer: int, slots: torch.Tensor, positions: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
         """Writes row n of k and v [N, K, D] to row positions[n] of slot slots[n], in place."""
-        self.kv[slots, layer, 0, :, positions] = k
-        self.kv[slots, layer, 1, :, positions] = v
+        self.kv[slots, layer, 0, :, positions] = k.to(self.kv.dtype)
+        self.kv[slots, layer, 1, :, positions] = v.to(self.kv.dtype)
 
     def release(self, slot: int) -> None:
         """Gives the slot's pages back; they read as zeros until written again: a new tenant sees nothing of the old."""

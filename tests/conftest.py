@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import os
+
+# Small matrices on busy cores: waiting for a second thread costs more than it brings. Read when torch is imported.
+for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+    os.environ.setdefault(_name, "1")
+
 from collections.abc import Iterator
 from pathlib import Path
 

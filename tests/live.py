@@ -87,7 +87,7 @@ def joined(frames: list[dict[str, Any]], index: int = 0) -> str:
 @contextmanager
 def serve(**settings: Any) -> Iterator[Live]:
     """A server with these settings until the block ends."""
-    app = create_app(ServeSettings(port=0, **settings))
+    app = create_app(ServeSettings(port=0, **{"threads": 1, **settings}))  # the clients need the other core
     server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", access_log=False))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

@@ -8,8 +8,6 @@ import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 
-import numba
-import torch
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
@@ -23,7 +21,7 @@ from server.api.service import Service
 from server.api.stream import Streams
 from server.engine.engine import Engine
 from server.engine.ledger import KVLedger
-from server.engine.runner import Runner
+from server.engine.runner import Runner, use_threads
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Event
 from server.errors import ApiError, EngineFailure, MethodNotAllowed, NotFound
@@ -38,8 +36,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     """
     config, layout, plan = make_plan(settings)
     threads = settings.threads or len(os.sched_getaffinity(0))
-    torch.set_num_threads(threads)
-    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
+    use_threads(threads)
     if not layout.rows_that_fit(plan.pool_bytes):
         raise ValueError("; ".join(plan.advice))
     checkpoint = load(settings.model, settings.weights)
@@ -47,7 +44,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     pool.prove(plan.pool_bytes)
     ledger = KVLedger(layout, settings.slots, plan.pool_bytes)
     scheduler = Scheduler(ledger, settings.prefill_chunk)
-    runner = Runner(checkpoint.decoder, pool, max_rows=settings.slots + settings.prefill_chunk)
+    runner = Runner(checkpoint.decoder, pool, max_rows=settings.slots + settings.prefill_chunk, threads=threads)
     runner.warm_up()
     began = time.monotonic()
     runner.warm_up()  # once more, for its time

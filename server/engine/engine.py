@@ -11,7 +11,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import TypeVar
 
-from server.engine.runner import Runner
+from server.engine.runner import Runner, use_threads
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Event, Request
 
@@ -122,10 +122,11 @@ class Engine:
         self._inbox.put(lambda: self.scheduler.hold(request_id, held))
 
     def ask(self, question: Callable[[Scheduler, Runner], T]) -> Future[T]:
-        """Answers a question about the engine's state between two steps, on its own thread."""
+        """Answers a question about the engine's state between two steps, on its own thread, with all pages settled."""
         answer: Future[T] = Future()
 
         def put() -> None:
+            self.runner.release(self.scheduler.take_freed())
             try:
                 answer.set_result(question(self.scheduler, self.runner))
             except Exception as error:
@@ -135,6 +136,7 @@ class Engine:
         return answer
 
     def _guarded(self) -> None:
+        use_threads(self.runner.threads)
         try:
             self._loop()
             self.ended("the server is shutting down")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
+import numba
 import torch
 
 from model.attention import Batch
@@ -12,10 +15,17 @@ from model.sampler import LogitsError, Row, Sampled, SamplingParams, sample
 from server.engine.sequence import Request, Sequence, Span, Step
 
 
-class Runner:
-    """Computes steps. `max_rows`: the largest step that will come."""
+def use_threads(threads: int) -> None:
+    """How many threads the maths of the calling thread may use; numba and OpenMP keep this number per thread."""
+    torch.set_num_threads(threads)
+    numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
 
-    def __init__(self, decoder: Decoder, pool: KVPool, max_rows: int) -> None:
+
+class Runner:
+    """Computes steps. `max_rows`: the largest step that will come; `threads`: how many compute it."""
+
+    def __init__(self, decoder: Decoder, pool: KVPool, max_rows: int, threads: int) -> None:
+        self.threads = threads
         self.decoder = decoder
         self.pool = pool
         self.safe_rows = decoder.safe_rows(max_rows)
@@ -24,20 +34,24 @@ class Runner:
         """Makes one token in the first slot and gives the slot back: what can break or is slow once, is so now."""
         request = Request("warm-up", prompt=(0,), max_tokens=1, sampling=SamplingParams(temperature=0.0))
         outcome = self.run(Step((), (Span(Sequence(request, slot=0), 0, 1),), ()))[0]
-        self.pool.release(0)
+        self.release([0])
         if isinstance(outcome, Exception):
             raise outcome
         return outcome.token_id
 
     def run(self, step: Step) -> list[Sampled | Exception]:
         """One outcome per span that samples, in the step's order."""
-        for slot in step.freed:
-            self.pool.release(slot)
+        self.release(step.freed)
         if not step.spans:
             return []
         logits = self.decoder.forward(self._batch(step), self.pool).numpy()  # [S, vocab]
         sampling = (span.sequence for span in step.spans if span.samples)
         return [_sample(row, sequence) for row, sequence in zip(logits, sampling, strict=False)]  # logits may be padded
+
+    def release(self, slots: Iterable[int]) -> None:
+        """Gives the pages of these slots back."""
+        for slot in slots:
+            self.pool.release(slot)
 
     def _batch(self, step: Step) -> Batch:
         tokens: list[int] = []

@@ -44,8 +44,12 @@ class Scheduler:
                 budget -= rows
             if rows:
                 spans.append(Span(sequence, sequence.computed, sequence.computed + rows))
+        return Step(self.take_freed(), tuple(spans), tuple(started))
+
+    def take_freed(self) -> tuple[int, ...]:
+        """Slots whose pages can go back to the operating system; each is told once."""
         freed, self._freed = tuple(self._freed), []
-        return Step(freed, tuple(spans), tuple(started))
+        return freed
 
     def commit(self, step: Step, outcomes: Seq[Sampled | Exception]) -> list[Event]:
         """Books what a step computed; one outcome per span that samples, in order: the token, or what went wrong."""

@@ -1,0 +1,104 @@
+"""Attention against the textbook's worked numbers, and the compiled kernel against the textbook form."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from model.attention import causal_mask, rope_table, rotate, scaled_dot_product
+from model.config import ModelConfig
+from model.kernels import attend_rows
+
+Q = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
+K = torch.tensor([[0.8, 0.2], [0.1, 0.9], [0.5, 0.5]])
+V = torch.tensor([[1.0, 0.0], [0.5, 0.5], [0.0, 1.0]])
+
+
+def test_three_tokens_give_the_textbooks_weights_and_outputs() -> None:
+    _, weights, out = scaled_dot_product(Q, K, V, torch.zeros(3, 3))
+    torch.testing.assert_close(
+        weights[0], torch.tensor([0.413, 0.252, 0.335]), atol=1e-3, rtol=0
+    )  # given to three digits
+    expected = torch.tensor([[0.539, 0.461], [0.470, 0.530], [0.5, 0.5]])
+    torch.testing.assert_close(out, expected, atol=1e-3, rtol=0)  # given to three digits
+
+
+def test_the_mask_is_minus_infinity_and_not_zero() -> None:
+    """With 0 in place of -inf a blocked key still gets weight exp(0)."""
+    mask = causal_mask(3, 3)
+    assert mask.tolist() == [[0, -math.inf, -math.inf], [0, 0, -math.inf], [0, 0, 0]]
+    _, weights, out = scaled_dot_product(Q, K, V, mask)
+    assert weights[0].tolist() == [1.0, 0.0, 0.0]
+    assert out[0].tolist() == V[0].tolist()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(3))
+
+
+def test_the_mask_is_aligned_to_the_last_key_when_rows_are_cached() -> None:
+    assert causal_mask(2, 4).tolist() == [[0, 0, 0, -math.inf], [0, 0, 0, 0]]
+
+
+@pytest.mark.parametrize("dim", [16, 64, 256])
+def test_scaling_brings_the_variance_of_scores_from_head_dim_to_one(dim: int) -> None:
+    generator = torch.Generator().manual_seed(0)
+    q, k = (torch.randn(4000, dim, generator=generator) for _ in range(2))
+    raw = (q * k).sum(-1)
+    scores, _, _ = scaled_dot_product(q[:, None], k[:, None], k[:, None], torch.zeros(1, 1))
+    assert raw.var().item() == pytest.approx(dim, rel=0.15)
+    assert scores.var().item() == pytest.approx(1, rel=0.15)
+
+
+def test_rotated_scores_depend_on_the_distance_only() -> None:
+    config = ModelConfig(8, 8, 8, 1, 1, 1, head_dim=32, max_context=64)
+    cos, sin = rope_table(config, 64)
+    q, k = torch.randn(2, 1, 1, 32, generator=torch.Generator().manual_seed(1)).unbind(0)
+
+    def score(at: int, to: int) -> float:
+        return float(
+            (rotate(q, cos[at : at + 1], sin[at : at + 1]) * rotate(k, cos[to : to + 1], sin[to : to + 1])).sum()
+        )
+
+    assert score(9, 4) == pytest.approx(score(40, 35), abs=1e-4)
+    assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-4)
+    torch.testing.assert_close(rotate(q, cos[:1], sin[:1]), q)  # position 0 turns nothing
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (6, 2)])
+def test_the_kernel_equals_the_textbook_form_on_each_slot(heads: int, kv_heads: int) -> None:
+    generator = torch.Generator().manual_seed(heads)
+    pool = torch.randn(3, 2, 2, kv_heads, 40, 16, generator=generator)
+    slots, positions = [2, 0, 2, 1], [0, 39, 17, 5]
+    q = torch.randn(4, heads, 16, generator=generator)
+    out = torch.empty_like(q)
+    scale = np.float32(1 / math.sqrt(16))
+    attend_rows(q.numpy(), pool.numpy(), np.array(slots), np.array(positions), 1, scale, out.numpy())
+    for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
+        for head in range(heads):
+            kv = head // (heads // kv_heads)  # neighbouring query heads share a kv head
+            keys, values = pool[slot, 1, 0, kv, : position + 1], pool[slot, 1, 1, kv, : position + 1]
+            _, _, expected = scaled_dot_product(q[row, head][None], keys, values, torch.zeros(1, position + 1))
+            torch.testing.assert_close(out[row, head], expected[0], atol=1e-5, rtol=1e-5)
+
+
+def test_a_row_has_the_same_bits_whatever_is_computed_beside_it() -> None:
+    generator = torch.Generator().manual_seed(5)
+    pool = torch.randn(9, 1, 2, 2, 64, 32, generator=generator).numpy()
+    q = torch.randn(33, 4, 32, generator=generator).numpy()
+    slots = np.arange(33) % 9
+    positions = np.arange(33) * 7 % 64
+    together, scale = np.empty_like(q), np.float32(0.2)
+    attend_rows(q, pool, slots, positions, 0, scale, together)
+    for row in range(33):
+        alone = np.empty_like(q[:1])
+        attend_rows(q[row : row + 1].copy(), pool, slots[row : row + 1], positions[row : row + 1], 0, scale, alone)
+        assert (alone[0] == together[row]).all()
+
+
+def test_rows_past_the_position_are_never_read() -> None:
+    pool = np.full((1, 1, 2, 1, 8, 4), np.nan, np.float32)
+    pool[0, 0, :, 0, :3] = 1.0
+    out = np.empty((1, 1, 4), np.float32)
+    attend_rows(np.ones((1, 1, 4), np.float32), pool, np.array([0]), np.array([2]), 0, np.float32(0.5), out)
+    assert out.tolist() == [[[1.0, 1.0, 1.0, 1.0]]]

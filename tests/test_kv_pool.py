@@ -1,0 +1,85 @@
+"""The pool's mapping against the formula and the kernel's own figure."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from model.kv_memory import KVLayout
+from model.kv_pool import KVPool, PoolMemoryError
+
+LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=32, max_context=200)
+
+
+def fill(pool: KVPool, slot: int, start: int, stop: int, value: float = 1.0) -> None:
+    rows = stop - start
+    k = torch.full((rows, pool.layout.num_kv_heads, pool.layout.head_dim), value)
+    for layer in range(pool.layout.num_layers):
+        pool.write(layer, torch.full((rows,), slot), torch.arange(start, stop), k, -k)
+
+
+def test_an_untouched_pool_takes_no_memory() -> None:
+    assert KVPool(LAYOUT, slots=64).resident_bytes() == 0
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.dictionaries(st.integers(0, 7), st.integers(1, 200), max_size=8),
+    st.sampled_from([(16, 2), (32, 4), (64, 4), (80, 4), (128, 2)]),
+)
+def test_resident_memory_is_the_committed_bytes_of_the_rows_written(
+    rows: dict[int, int], shape: tuple[int, int]
+) -> None:
+    layout = KVLayout(2, 2, head_dim=shape[0], max_context=200, bytes_per_element=shape[1])
+    pool = KVPool(layout, slots=8)
+    for slot, count in rows.items():
+        fill(pool, slot, 0, count)
+    assert pool.resident_bytes() == sum(layout.committed(count) for count in rows.values())
+    for slot in rows:
+        pool.release(slot)
+    assert pool.resident_bytes() == 0
+
+
+def test_a_new_tenant_sees_nothing_of_the_old() -> None:
+    pool = KVPool(LAYOUT, slots=2)
+    fill(pool, 1, 0, 150, value=7.0)
+    pool.release(1)
+    fill(pool, 1, 0, 1, value=2.0)
+    assert float(pool.keys(1, 0, 1).max()) == 2.0
+    assert not pool.kv[1, :, :, :, 1:].any()
+
+
+def test_slots_and_lanes_do_not_touch() -> None:
+    pool = KVPool(LAYOUT, slots=3)
+    fill(pool, 1, 0, 200, value=5.0)
+    assert not pool.kv[0].any() and not pool.kv[2].any()
+    assert (pool.keys(1, 2, 200) == 5).all() and (pool.values(1, 2, 200) == -5).all()
+
+
+def test_the_kernels_and_torch_see_the_same_memory() -> None:
+    pool = KVPool(LAYOUT, slots=2)
+    fill(pool, 0, 3, 4, value=9.0)
+    assert pool.array[0, 1, 0, 1, 3, 0] == 9.0 and pool.array[0, 1, 1, 1, 3, 0] == -9.0
+
+
+def test_proving_the_budget_leaves_nothing_resident() -> None:
+    pool = KVPool(LAYOUT, slots=8)
+    pool.prove(8 * LAYOUT.committed(200))
+    assert pool.resident_bytes() == 0
+
+
+def test_a_budget_beyond_the_machine_is_refused_with_both_numbers() -> None:
+    with pytest.raises(PoolMemoryError, match=r"needs 4096 TiB but only .* available"):
+        KVPool(LAYOUT, slots=1).prove(2**52)
+
+
+def test_without_paging_every_slot_costs_its_full_length() -> None:
+    layout = KVLayout(3, 2, 32, max_context=200, paged=False)
+    pool = KVPool(layout, slots=2)
+    assert pool.resident_bytes() == 2 * layout.slot_bytes
+    assert layout.committed(1) == layout.committed(200) == layout.slot_bytes
+    fill(pool, 0, 0, 5)
+    pool.release(0)
+    assert not pool.kv[0].any()

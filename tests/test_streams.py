@@ -1,0 +1,191 @@
+"""Many clients at once: each gets what it would get alone, and every way out gives everything back."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import shutil
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, Literal
+
+import httpx
+import orjson
+import pytest
+from live import Live, joined, serve
+from safetensors.torch import load_file, save_file
+
+from server.errors import SlowReader
+
+
+@pytest.fixture(scope="module")
+def crowd(rand: Path) -> Iterator[Live]:
+    """A server with 16 slots, small prefill chunks and a short patience with slow readers."""
+    with serve(model=str(rand), slots=16, prefill_chunk=16, stream_buffer=32, slow_reader_timeout=1.0) as server:
+        yield server
+
+
+def requests(count: int) -> list[dict[str, Any]]:
+    """Different prompts, lengths, seeds and temperatures."""
+    rng = random.Random(count)
+    return [
+        {
+            "prompt": [rng.randrange(256) for _ in range(rng.choice([1, 2, 15, 16, 17, 60, 130]))],
+            "max_tokens": rng.randint(1, 60),
+            "temperature": rng.choice([0, 0.7, 1.3]),
+            "seed": rng.randrange(2**53),
+            "ignore_eos": True,
+        }
+        for _ in range(count)
+    ]
+
+
+def open_socket(live: Live, **body: Any) -> socket.socket:
+    """A raw client that has sent its request and reads nothing."""
+    host, port = live.url.removeprefix("http://").split(":")
+    payload = orjson.dumps(body)
+    client = socket.create_connection((host, int(port)))
+    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    client.sendall(head.encode() + payload)
+    return client
+
+
+def test_every_stream_in_a_crowd_equals_its_solo_run(crowd: Live) -> None:
+    wanted = requests(48)
+    solo = [crowd.generate(**body)["choices"][0] for body in wanted]
+    with ThreadPoolExecutor(48) as threads:
+        together = list(threads.map(lambda body: crowd.stream(**body), wanted))
+    for alone, frames in zip(solo, together, strict=True):
+        assert [t for f in frames if f["type"] == "token" for t in f["token_ids"]] == alone["token_ids"]
+        assert joined(frames) == alone["text"]
+    assert crowd.wait_idle()["pool"]["resident_bytes"] == 0
+
+
+def test_the_ledger_and_the_kernel_agree_while_streams_run(crowd: Live) -> None:
+    clients = [open_socket(crowd, prompt=[at] * 100, max_tokens=150, ignore_eos=True) for at in range(6)]
+    seen, busy = 0, True
+    while busy or not seen:
+        pool = crowd.slots()
+        busy = any(slot["state"] == "running" for slot in pool["slots"])
+        if pool["pool"]["committed_bytes"]:
+            seen += 1
+            assert pool["pool"]["resident_bytes"] == pool["pool"]["committed_bytes"]
+            assert pool["pool"]["committed_bytes"] == sum(slot["bytes"] for slot in pool["slots"])
+    assert seen >= 3
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.parametrize("stream", [True, False])
+@pytest.mark.parametrize("delay", [0.0, 0.02, 0.15])
+def test_a_client_that_leaves_frees_its_slot(crowd: Live, stream: bool, delay: float) -> None:
+    clients = [open_socket(crowd, prompt=[3] * 90, max_tokens=160, ignore_eos=True, stream=stream) for _ in range(20)]
+    time.sleep(delay)  # some are queued, some in prefill, some in decode
+    for client in clients:
+        client.close()
+    assert crowd.wait_idle(3)["pool"]["committed_bytes"] == 0
+    assert len(crowd.service.streams) == 0
+
+
+def test_a_reader_that_stops_is_held_and_then_ended_while_others_go_on(rand: Path) -> None:
+    """The socket's own buffers swallow a small answer, so the reader is stopped inside: nothing is taken out."""
+    with serve(model=str(rand), slots=2, stream_buffer=8, slow_reader_timeout=0.5) as live:
+        stalled = open_socket(live, prompt="x", max_tokens=250, ignore_eos=True)
+        streams = live.service.streams
+        while not streams._open:
+            time.sleep(0.001)
+        (stream,) = streams._open.values()
+        stream._wake = _Never()  # type: ignore[assignment]
+        assert live.text("other", max_tokens=200, ignore_eos=True)
+        live.wait_idle(5)
+        assert isinstance(stream._error, SlowReader)
+        assert sum(choice.completion_tokens for choice in stream._choices) < 20
+        stalled.close()
+
+
+class _Never(asyncio.Event):
+    """An event that wakes nobody."""
+
+    def is_set(self) -> bool:
+        return False
+
+    async def wait(self) -> Literal[True]:
+        await asyncio.sleep(3600)
+        return True
+
+
+def test_random_aborts_leak_nothing(crowd: Live) -> None:
+    rng = random.Random(1)
+
+    def one(body: dict[str, Any]) -> None:
+        client = open_socket(crowd, **body)
+        if rng.random() < 0.4:
+            time.sleep(rng.random() * 0.05)
+        else:
+            while client.recv(65536).find(b"[DONE]") < 0:
+                pass
+        client.close()
+
+    with ThreadPoolExecutor(24) as threads:
+        list(threads.map(one, requests(200)))
+    assert crowd.wait_idle()["pool"]["committed_bytes"] == 0
+    crowd.service.engine.ask(lambda scheduler, _: scheduler.ledger.check()).result(5)
+    assert len(crowd.service.streams) == 0
+    assert crowd.text("still well", max_tokens=3, temperature=0) == crowd.text(
+        "still well", max_tokens=3, temperature=0
+    )
+
+
+def test_a_dead_engine_ends_every_stream_and_turns_health_bad(rand: Path) -> None:
+    with serve(model=str(rand), slots=2) as live:
+
+        def bomb(*_: object) -> None:
+            raise RuntimeError("boom")
+
+        answers: list[str] = []
+
+        def read() -> None:
+            with httpx.stream("POST", live.url + "/generate", json={"prompt": "x", "max_tokens": 250}) as response:
+                answers.append(response.read().decode())
+
+        readers = [threading.Thread(target=read) for _ in range(3)]  # two run, one waits
+        for reader in readers:
+            reader.start()
+        while len(live.service.streams) < 3:
+            time.sleep(0.001)
+        live.service.engine.runner.run = bomb  # type: ignore[assignment]
+        for reader in readers:
+            reader.join(5)
+        assert len(answers) == 3
+        for answer in answers:
+            assert answer.count('"type":"error"') == 1 and answer.endswith("data: [DONE]\n\n")
+            assert "Traceback" not in answer and "boom" not in answer
+        assert httpx.get(live.url + "/health").status_code == 503
+        assert httpx.get(live.url + "/ready").status_code == 503
+        assert live.post(prompt="x").status_code == 503
+
+
+def test_a_poisoned_row_fails_alone(rand: Path, tmp_path: Path) -> None:
+    """A token whose embedding is NaN spoils its own request, not the neighbours, nor the slot's next tenant."""
+    directory = shutil.copytree(rand, tmp_path / "poison")
+    weights = load_file(directory / "model.safetensors")
+    weights["model.embed_tokens.weight"][7] = float("nan")
+    save_file(weights, directory / "model.safetensors")
+    with serve(model=str(directory), slots=1) as live:
+        clean = live.text("abc", max_tokens=20, temperature=0, stop_token_ids=[7])
+        frames = live.stream([97, 7, 98], max_tokens=5)
+        assert frames[-1]["type"] == "error" and "not finite" in frames[-1]["error"]["message"]
+        assert live.post(prompt=[7], stream=False).status_code == 500
+        assert live.text("abc", max_tokens=20, temperature=0, stop_token_ids=[7]) == clean
+        assert live.wait_idle()["pool"]["committed_bytes"] == 0
+
+
+def test_an_idle_server_uses_no_cpu(crowd: Live) -> None:
+    crowd.wait_idle()
+    before = time.process_time()
+    time.sleep(1.0)
+    assert time.process_time() - before < 0.05

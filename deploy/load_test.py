@@ -59,6 +59,7 @@ WORDS = TEXT.split()
 LINE_END = re.compile(rb"\r\n|\r|\n")  # the only line ends of SSE; U+2028 and U+0085 are text
 SLICE = 64  # frames parsed before other streams get their turn
 BUSY = 0.8  # share of a core from which this client, and not the server, may be what is measured
+LATE_MS = 100.0  # likewise, for the usual delay between a request's due time and its POST
 DROP_DELAY_S = 0.1
 WARMUP_INDEX = 1 << 30  # apart from the measured requests, whose prompts must be new to a prefix cache
 NOT_FAILED = ("ok", "aborted", "unfinished")
@@ -620,6 +621,9 @@ def notes(summary: dict[str, Any]) -> list[str]:
     if share > BUSY:
         advice = "Run several of it, on another machine if possible."
         out.append(f"This client used {share:.0%} of a core: it may be the limit, not the server. {advice}")
+    late = summary["latency_ms"]["client_wait"].get("median", 0.0)
+    if late > LATE_MS and not summary["config"]["max_concurrency"]:
+        out.append(f"Half of the requests went out over {late:.0f} ms late: this client or its machine cannot keep up.")
     if missing := tokens["requests_without_usage"]:
         out.append(f"{missing} of {completed} completed requests came without usage: their tokens are not counted.")
     if (frames := tokens["counted_frames"]) < (output := tokens["output"]):
@@ -660,7 +664,8 @@ def print_report(summary: dict[str, Any], console: Console) -> None:
         table.add_column(column, justify="right")
     for name, figures in summary["latency_ms"].items():
         if figures["count"] or name != "client_wait":
-            cells = [f"{figures[column]:.1f}" if figures["count"] else "-" for column in columns]
+            values = [figures.get(column) for column in columns]
+            cells = ["-" if value is None else f"{value:.{1 if value < 1000 else 0}f}" for value in values]
             table.add_row("client wait" if name == "client_wait" else name.upper(), *cells)
     console.print(table)
     lines = [

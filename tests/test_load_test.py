@@ -457,12 +457,14 @@ def test_a_one_token_answer_has_no_tpot_and_meets_any_tpot_goal() -> None:
     assert report["latency_ms"]["tpot"] == {"count": 0} and report["goodput"]["good"] == 1
 
 
-def test_a_busy_client_warns_that_it_may_be_the_limit() -> None:
+def test_a_busy_or_late_client_warns_that_it_may_be_the_limit() -> None:
     load = lt.Load(arguments("http://h"))
     load.end, load.cpu_end = load.start + 10, load.cpu_start + 9
     assert any("90% of a core" in note for note in lt.summarise(load)["notes"])
     load.cpu_end = load.cpu_start + 5
     assert lt.summarise(load)["notes"] == []
+    load.results = [lt.Result(i, "http_429", client_wait=0.3) for i in range(3)]
+    assert any("300 ms late" in note for note in lt.summarise(load)["notes"])
 
 
 def test_ctrl_c_prints_what_was_gathered_so_far() -> None:

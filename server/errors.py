@@ -81,3 +81,11 @@ class SlowReader(ApiError):
 
 class EngineFailure(ApiError):
     status, type, code = 500, "server_error", "engine_failure"
+
+
+def codes() -> list[str]:
+    """The code of every error there is."""
+    kinds: list[type[ApiError]] = [ApiError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    return sorted({kind.code for kind in kinds})

@@ -11,20 +11,21 @@ from contextlib import asynccontextmanager, suppress
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
 
 from model.checkpoint import load
 from model.kv_pool import KVPool
 from server.api import generate, operations
+from server.api.door import Door
 from server.api.life import Watch
-from server.api.service import Service
+from server.api.service import Service, service_of
 from server.api.stream import Streams
 from server.engine.engine import Engine
 from server.engine.ledger import KVLedger
 from server.engine.runner import Runner, use_threads
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Event
-from server.errors import ApiError, EngineFailure, MethodNotAllowed, NotFound
+from server.errors import ApiError, MethodNotAllowed, NotFound
+from server.metrics import Metrics
 from server.planning import make_plan
 from server.settings import ServeSettings
 
@@ -42,6 +43,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     checkpoint = load(settings.model, settings.weights)
     pool = KVPool(layout, settings.slots)
     pool.prove(plan.pool_bytes)
+    metrics = Metrics(checkpoint.name)
     ledger = KVLedger(layout, settings.slots, plan.pool_bytes)
     scheduler = Scheduler(ledger, settings.prefill_chunk)
     runner = Runner(checkpoint.decoder, pool, max_rows=settings.slots + settings.prefill_chunk, threads=threads)
@@ -64,6 +66,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
             deliver=lambda events: hand_over(streams.deliver, events),
             ended=lambda reason: hand_over(streams.end_all, reason),
             one_row_s=one_row_s,
+            metrics=metrics,
         )
         streams = Streams(
             engine,
@@ -72,8 +75,11 @@ def create_app(settings: ServeSettings) -> FastAPI:
             buffer_tokens=settings.stream_buffer,
             slow_reader_s=settings.slow_reader_timeout,
             queue_limit=settings.queue_limit,
+            model_name=checkpoint.name,
+            metrics=metrics,
         )
-        app.state.service = Service(settings, checkpoint.name, plan, engine, streams)
+        app.state.service = service = Service(settings, checkpoint.name, plan, engine, streams, metrics)
+        metrics.show_levels(lambda: operations.levels(service), operations.build_info(service), layout)
         engine.start()
         watch = asyncio.create_task(Watch(streams).run())
         try:
@@ -82,30 +88,18 @@ def create_app(settings: ServeSettings) -> FastAPI:
             watch.cancel()
             await asyncio.to_thread(engine.stop)
 
-    app = FastAPI(title="tokenteller", lifespan=lifespan)
-    app.add_middleware(HeadIsGet)
+    app = FastAPI(title="tokenteller", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app.add_middleware(Door, metrics=metrics)
     app.include_router(generate.router)
     app.include_router(operations.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
-    app.add_exception_handler(Exception, _unexpected)
     return app
-
-
-class HeadIsGet:
-    """Answers HEAD wherever GET is answered; the HTTP server leaves the body out. Plain ASGI: nothing is buffered."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["method"] == "HEAD":
-            scope = dict(scope, method="GET")
-        await self.app(scope, receive, send)
 
 
 async def _api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
+    service_of(request).metrics.refused(error.code)
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
 
 
@@ -117,7 +111,3 @@ async def _http_error(request: Request, error: Exception) -> JSONResponse:
     response.status_code = error.status_code
     response.headers.update(error.headers or {})
     return response
-
-
-async def _unexpected(request: Request, error: Exception) -> JSONResponse:
-    return await _api_error(request, EngineFailure("an unexpected error; the log has it"))

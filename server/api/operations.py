@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from importlib.metadata import version
 from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
+from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from server.api.service import Service, service_of
 from server.engine.runner import Runner
 from server.engine.scheduler import Scheduler
 from server.errors import Unavailable
+from server.metrics import WAITING_FOR, Levels
 
 router = APIRouter()
 T = TypeVar("T")
@@ -73,6 +76,40 @@ def _slots(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
         "peak_demand_bytes": ledger.peak_demand_bytes,
     }
     return {"pool": pool, "slots": rows, "waiting": len(scheduler.waiting)}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """The Prometheus exposition. Answers whether or not the engine does."""
+    text = await asyncio.to_thread(service_of(request).metrics.text)  # the kernel's figure takes milliseconds to read
+    return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
+
+
+def levels(service: Service) -> Levels:
+    """The present levels, read from beside the engine thread: each figure is true, though not all at one instant."""
+    scheduler, streams = service.engine.scheduler, service.streams
+    ledger = scheduler.ledger
+    running, waiting = list(scheduler.running), len(scheduler.waiting)
+    reason = service.engine.status.blocked_by or "slot"
+    return Levels(
+        running=len(running),
+        waiting={kind: waiting if kind == reason else 0 for kind in WAITING_FOR},
+        held=sum(sequence.held for sequence in running),
+        slots={"free": ledger.free_slots, "running": len(ledger.accounts)},
+        budget_bytes=ledger.budget_bytes,
+        committed_bytes=ledger.committed_bytes,
+        formula_bytes=ledger.layout.kv_bytes(sum(account.rows for account in list(ledger.accounts.values()))),
+        kernel_bytes=service.engine.runner.pool.resident_bytes(),
+        peak_demand_bytes=ledger.peak_demand_bytes,
+        healthy=streams.sick() is None,
+        draining=streams.drain_until is not None,
+    )
+
+
+def build_info(service: Service) -> dict[str, str]:
+    """What is running, for tokenteller_build_info."""
+    settings = service.settings
+    return {"version": version("tokenteller"), "model": service.model_name, "weights": settings.weights}
 
 
 async def ask(service: Service, question: Callable[[Scheduler, Runner], T]) -> T:

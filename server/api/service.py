@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass
 
 from fastapi import Request
@@ -10,9 +9,8 @@ from fastapi import Request
 from model.kv_memory import KVPlan
 from server.api.stream import Streams
 from server.engine.engine import Engine
+from server.metrics import Metrics
 from server.settings import ServeSettings
-
-_SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
 @dataclass(slots=True)
@@ -24,6 +22,7 @@ class Service:
     plan: KVPlan
     engine: Engine
     streams: Streams
+    metrics: Metrics
 
 
 def service_of(request: Request) -> Service:
@@ -33,5 +32,5 @@ def service_of(request: Request) -> Service:
 
 def request_id(request: Request, ours: str) -> str:
     """The client's own X-Request-Id where it is harmless in a header and a log line, else ours."""
-    theirs = request.headers.get("x-request-id", "")
-    return theirs if _SAFE_ID.fullmatch(theirs) else ours
+    theirs: str | None = request.state.request_id
+    return theirs or ours

@@ -7,14 +7,16 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from model.kv_memory import rows_max
 from model.sampler import Logprobs, SamplingParams
 from model.tokenizer import Tokenizer
+from server import tracing
 from server.engine.engine import Engine
 from server.engine.sequence import Event, Failed, Finished, Request, Started, Token
 from server.errors import ApiError, EngineFailure, NeverFits, QueueFull, SlowReader, Unavailable, Unprocessable
+from server.metrics import Metrics, Served
 
 log = logging.getLogger("tokenteller")
 
@@ -129,6 +131,7 @@ class Choice:
         self.index = index
         self.end: End | None = None
         self.completion_tokens = 0
+        self.last_token_at: float | None = None
         self.pending: deque[Piece] = deque()
         self._pending_text = ""
         self._decoded = 0  # characters of all tokens so far
@@ -186,18 +189,20 @@ class Choice:
 class Stream:
     """One request's events, from the engine to one reader. Lives on the event loop only."""
 
-    def __init__(self, streams: Streams, request: Request, stops: Sequence[str]) -> None:
+    def __init__(self, streams: Streams, request: Request, wanted: Wanted) -> None:
         self.request = request
-        self.arrived = time.monotonic()
+        self.operation = wanted.operation
+        self.arrived = wanted.arrived
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.started: Started | None = None
         self._streams = streams
-        self._choices = [Choice(index, streams.tokenizer, request, stops) for index in range(request.n)]
+        self._choices = [Choice(index, streams.tokenizer, request, wanted.stops) for index in range(request.n)]
         self._error: ApiError | None = None
         self._held_since: float | None = None
         self._closed = False
         self._wake = asyncio.Event()
+        self._span = tracing.start(wanted.operation, streams.model_name, request)
 
     async def items(self) -> AsyncIterator[Item]:
         """What happens, in order: Started, then Deltas and an End per choice; Silence in between.
@@ -240,8 +245,7 @@ class Stream:
                 if self.started is None:
                     self.started_at, self.started = time.monotonic(), event
             case Token():
-                if self.first_token_at is None:
-                    self.first_token_at = time.monotonic()
+                self._stamp(choice)
                 choice.take(event)
                 if choice.end:
                     self._streams.engine.cancel(self.request.id, choice.index)
@@ -277,8 +281,42 @@ class Stream:
 
     def close(self) -> None:
         """All is received, or the reader is gone: nothing more is wanted. Safe to call at any time and again."""
-        self._closed = True
-        self._streams.forget(self)
+        if not self._closed:
+            self._closed = True
+            self._streams.forget(self)
+            served = self._served()
+            self._streams.metrics.served(served)
+            tracing.end(self._span, served)
+
+    def _stamp(self, choice: Choice) -> None:
+        now, metrics = time.monotonic(), self._streams.metrics
+        if choice.last_token_at is not None:
+            metrics.gaps.observe(now - choice.last_token_at)
+        choice.last_token_at = now
+        if self.first_token_at is None:
+            self.first_token_at = now
+            metrics.first_token(len(self.request.prompt), self.started.cached_tokens if self.started else 0)
+
+    def _served(self) -> Served:
+        now, first, started_at = time.monotonic(), self.first_token_at, self.started_at
+        last = max((choice.last_token_at for choice in self._choices if choice.last_token_at), default=None)
+        without = "error" if self._error else "cancelled"
+        return Served(
+            id=self.request.id,
+            operation=self.operation,
+            prompt_tokens=len(self.request.prompt),
+            cached_tokens=self.started.cached_tokens if self.started else 0,
+            completion_tokens=sum(choice.completion_tokens for choice in self._choices),
+            max_tokens=self.request.max_tokens,
+            reasons=tuple(choice.end.reason if choice.end else without for choice in self._choices),
+            error=self._error.code if self._error else None,
+            slot=self.started.slot if self.started else None,
+            queued_s=started_at and started_at - self.arrived,
+            ttft_s=first and first - self.arrived,
+            prefill_s=first and started_at and first - started_at,
+            decode_s=first and last and last - first,
+            total_s=now - self.arrived,
+        )
 
     def _hold(self) -> None:
         if self._held_since is None:
@@ -309,6 +347,8 @@ class Wanted:
     stops: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    operation: str = "text_completion"  # or "chat": OpenTelemetry's gen_ai.operation.name
+    arrived: float = field(default_factory=time.monotonic)
 
 
 class Streams:
@@ -325,8 +365,12 @@ class Streams:
         buffer_tokens: int,
         slow_reader_s: float,
         queue_limit: int,
+        model_name: str = "",
+        metrics: Metrics | None = None,
     ) -> None:
         self.engine = engine
+        self.model_name = model_name
+        self.metrics = metrics or Metrics()
         self.tokenizer = tokenizer
         self.vocab_size = vocab_size
         self.buffer_tokens = buffer_tokens
@@ -358,13 +402,14 @@ class Streams:
             stop_ids=frozenset(wanted.stop_token_ids) | (frozenset() if wanted.ignore_eos else self.tokenizer.stop_ids),
         )
         self._refuse_what_cannot_be_taken()
-        stream = Stream(self, request, wanted.stops)
+        stream = Stream(self, request, wanted)
         self._open[request.id] = stream  # registered before it is submitted, so that no event finds no stream
         self.engine.submit(request)
         return stream
 
     def deliver(self, events: list[Event]) -> None:
         """Events of one step."""
+        self.metrics.tokens(sum(type(event) is Token for event in events))
         for event in events:
             stream = self._open.get(event.request_id)
             if stream is None:

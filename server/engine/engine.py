@@ -14,6 +14,7 @@ from typing import TypeVar
 from server.engine.runner import Runner, use_threads
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Event, Request
+from server.metrics import Metrics
 
 log = logging.getLogger("tokenteller.engine")
 T = TypeVar("T")
@@ -77,11 +78,13 @@ class Engine:
         deliver: Callable[[list[Event]], None],
         ended: Callable[[str], None],
         one_row_s: float = 0.01,
+        metrics: Metrics | None = None,
     ) -> None:
         self.scheduler = scheduler
         self.runner = runner
         self.deliver = deliver
         self.ended = ended
+        self.metrics = metrics or Metrics()
         self.status = Status(free_slots=scheduler.ledger.free_slots)
         self.failure: BaseException | None = None
         self.pulse: Pulse | None = None  # None while it waits for work; replaced whole, so any thread may read it
@@ -116,7 +119,15 @@ class Engine:
         self._inbox.put(lambda: self.scheduler.submit(request))
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
-        self._inbox.put(lambda: self.scheduler.cancel(request_id, index))
+        asked = time.monotonic()
+
+        def cancel() -> None:
+            running = len(self.scheduler.running)
+            self.scheduler.cancel(request_id, index)
+            if len(self.scheduler.running) < running:
+                self.metrics.freed(time.monotonic() - asked)
+
+        self._inbox.put(cancel)
 
     def hold(self, request_id: str, held: bool) -> None:
         self._inbox.put(lambda: self.scheduler.hold(request_id, held))
@@ -161,6 +172,7 @@ class Engine:
             seconds = time.monotonic() - began
             if not idle:
                 self._patience.learn(step.rows, seconds)
+                self.metrics.step(step.rows, seconds)
             self._publish(0.0 if idle else seconds)
 
     def _drain(self, block: bool) -> None:

@@ -1,0 +1,73 @@
+"""The door: the one layer around all routes. Plain ASGI, so that nothing is buffered and disconnects get through."""
+
+from __future__ import annotations
+
+import logging
+import re
+import secrets
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from server.errors import EngineFailure
+from server.metrics import Metrics
+
+log = logging.getLogger("tokenteller")
+
+_SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+
+class Door:
+    """Answers HEAD wherever GET is answered, gives every response an X-Request-Id, counts it, and turns what nobody
+    foresaw into a 500 in the error form."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+        self.app = app
+        self.metrics = metrics
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        if scope["method"] == "HEAD":  # the HTTP server leaves the body out
+            scope = dict(scope, method="GET", head=True)
+        scope["state"]["request_id"] = safe_id(Headers(scope=scope))
+        visit = Visit(scope, send)
+        try:
+            await self.app(scope, receive, visit.send)
+        except Exception:
+            if visit.status:
+                raise  # too late for a status: the HTTP server logs it and cuts the connection
+            log.exception("unexpected error", extra={"fields": {"path": scope["path"]}})
+            error = EngineFailure("an unexpected error; the log has it")
+            await JSONResponse(error.body(), status_code=500)(scope, receive, visit.send)
+        finally:
+            self.metrics.responded(route(scope), visit.status)
+
+
+class Visit:
+    """One request on its way out: remembers the status, adds the id."""
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self.status = 0  # no answer was begun
+
+    async def send(self, message: Message) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            headers = MutableHeaders(scope=message)
+            headers.setdefault("X-Request-Id", self._scope["state"]["request_id"] or f"req-{secrets.token_hex(8)}")
+        await self._send(message)
+
+
+def route(scope: Scope) -> str:
+    """The route's own pattern, never what the client wrote: a label of few values."""
+    return getattr(scope.get("route"), "path", "none")
+
+
+def safe_id(headers: Headers) -> str | None:
+    """The client's own X-Request-Id where it is harmless in a header and a log line."""
+    theirs = headers.get("x-request-id", "")
+    return theirs if _SAFE_ID.fullmatch(theirs) else None

@@ -31,6 +31,7 @@ import json
 import math
 import random
 import re
+import ssl
 import sys
 import time
 from collections import Counter
@@ -340,13 +341,17 @@ async def judge(result: Result, wire: Transfer) -> None:
 # The run
 
 
+def certificates(args: argparse.Namespace) -> ssl.SSLContext | bool:
+    """What TLS trusts (SSL_CERT_FILE is honoured). Reading it takes 50 ms, so without TLS it is not read."""
+    return httpx.create_ssl_context() if args.target.startswith("https") else False
+
+
 class Load:
     """One run: the requests under way and the results so far."""
 
     def __init__(self, args: argparse.Namespace) -> None:
         self.args = args
-        # Reading the certificates takes 50 ms; without TLS there is no need.
-        self.verify = httpx.create_ssl_context(trust_env=False) if args.target.startswith("https") else False
+        self.verify = certificates(args)
         self.clients: list[httpx.AsyncClient] = []
         self.idle: list[httpx.AsyncClient] = []
         self.results: list[Result] = []
@@ -812,7 +817,7 @@ def first_model(args: argparse.Namespace) -> str:
     url = re.sub(r"(/chat)?/completions$", "/models", args.target)
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     try:
-        reply = httpx.get(url, headers=headers, trust_env=False, timeout=30.0)
+        reply = httpx.get(url, headers=headers, trust_env=False, verify=certificates(args), timeout=30.0)
         return str(reply.raise_for_status().json()["data"][0]["id"])
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
         raise LookupError(f"no model name from {url} ({error}); give it with --model") from None

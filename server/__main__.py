@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 import os
 import signal
 import sys
 from types import FrameType
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic import Field, ValidationError
 from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsConfigDict, SettingsError
 
 from model.config import ConfigError
+from server import logs
 from server.planning import make_plan, plan_text
 from server.settings import PlanSettings, ServeSettings
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+log = logging.getLogger("tokenteller")
 S = TypeVar("S", bound=BaseSettings)
 
 
@@ -80,7 +83,9 @@ def _settings(model: type[S], arguments: list[str]) -> S:
 def _serve(arguments: list[str]) -> int:
     settings = _settings(ServeSettings, arguments)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it loads; PID 1 has no default action
-    say(plan_text(make_plan(settings)[2]))
+    logs.set_up(settings.log_format, settings.log_level)
+    plan = make_plan(settings)[2]
+    announce(settings, plan_text(plan), "plan", {"pool_bytes": plan.pool_bytes, "weight_bytes": plan.weight_bytes})
     # waiting threads must not spin: the event loop needs the same cores; read when torch is first imported
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from server.api.app import create_app
@@ -104,7 +109,8 @@ def run(app: FastAPI, settings: ServeSettings) -> int:
             self.drain = Drain(app.state.service.streams, settings.shutdown_timeout)
             for server in self.servers:
                 host, port = server.sockets[0].getsockname()[:2]
-                say(f"\ntokenteller is ready on http://{host}:{port}")
+                url = f"http://{host}:{port}"
+                announce(settings, f"\ntokenteller is ready on {url}", "ready", {"url": url, "model": settings.model})
 
         async def on_tick(self, counter: int) -> bool:
             if await super().on_tick(counter):
@@ -124,7 +130,7 @@ def run(app: FastAPI, settings: ServeSettings) -> int:
         app,
         host=settings.host,
         port=settings.port,
-        log_level="warning",
+        log_config=None,
         access_log=False,
         server_header=False,
         ws="none",
@@ -133,12 +139,16 @@ def run(app: FastAPI, settings: ServeSettings) -> int:
     server.run()
     code = server.drain.exit_code if server.started else 1
     if server.started and app.state.service.engine.running:
+        logging.shutdown()
         os._exit(code)  # its thread is stuck in native code, and would crash the interpreter's own end
     return code
 
 
-def say(text: str) -> None:
-    """Prints; a full disk or a closed pipe behind stdout is no reason to stop."""
+def announce(settings: ServeSettings, text: str, event: str, fields: dict[str, Any]) -> None:
+    """Text for people on stdout, or a JSON log line; a full disk or a closed pipe behind it is no reason to stop."""
+    if settings.log_format == "json":
+        log.info(event, extra={"fields": fields})
+        return
     try:
         print(text, flush=True)
     except OSError:

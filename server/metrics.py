@@ -208,6 +208,8 @@ class Metrics:
 
     def __init__(self, model: str = "") -> None:
         disable_created_metrics()
+        self.tokens_generated = 0
+        self.requests_served = 0
         self._model = model
         self.registry = CollectorRegistry()
         ProcessCollector(registry=self.registry)
@@ -224,6 +226,7 @@ class Metrics:
         self._vllm.prefix_hits.inc(cached_tokens)
 
     def tokens(self, count: int) -> None:
+        self.tokens_generated += count
         self._vllm.generation_tokens.inc(count)
 
     def step(self, rows: int, seconds: float) -> None:
@@ -242,6 +245,7 @@ class Metrics:
 
     def served(self, served: Served) -> None:
         """A request is over."""
+        self.requests_served += 1
         vllm = self._vllm
         for reason in served.reasons:
             self._own.choices[reason].inc()

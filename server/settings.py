@@ -55,6 +55,8 @@ class ServeSettings(ModelSettings):
     stream_buffer: int = Field(256, ge=1, description="tokens a client may lag behind before its sequence is held")
     slow_reader_timeout: float = Field(30.0, gt=0, description="seconds a sequence is held before its stream is ended")
     shutdown_timeout: int = Field(30, ge=0, description="seconds that running streams get to finish after SIGTERM")
+    log_format: Literal["plain", "json"] = Field("plain", description="how log lines are written, on stderr")
+    log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
 
 
 class PlanSettings(ModelSettings):

@@ -16,7 +16,7 @@ from model.checkpoint import load
 from model.kv_pool import KVPool
 from server.api import generate, operations
 from server.api.door import Door
-from server.api.life import Watch
+from server.api.life import Watch, tell_stats
 from server.api.service import Service, service_of
 from server.api.stream import Streams
 from server.engine.engine import Engine
@@ -81,11 +81,12 @@ def create_app(settings: ServeSettings) -> FastAPI:
         app.state.service = service = Service(settings, checkpoint.name, plan, engine, streams, metrics)
         metrics.show_levels(lambda: operations.levels(service), operations.build_info(service), layout)
         engine.start()
-        watch = asyncio.create_task(Watch(streams).run())
+        tasks = [asyncio.create_task(work) for work in (Watch(streams).run(), tell_stats(service))]
         try:
             yield
         finally:
-            watch.cancel()
+            for task in tasks:
+                task.cancel()
             await asyncio.to_thread(engine.stop)
 
     app = FastAPI(title="tokenteller", lifespan=lifespan, docs_url=None, redoc_url=None)
@@ -100,6 +101,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
 async def _api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
     service_of(request).metrics.refused(error.code)
+    request.state.error_code = error.code
     return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
 
 

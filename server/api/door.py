@@ -5,11 +5,13 @@ from __future__ import annotations
 import logging
 import re
 import secrets
+import time
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from server import logs
 from server.errors import EngineFailure
 from server.metrics import Metrics
 
@@ -32,7 +34,9 @@ class Door:
             return
         if scope["method"] == "HEAD":  # the HTTP server leaves the body out
             scope = dict(scope, method="GET", head=True)
-        scope["state"]["request_id"] = safe_id(Headers(scope=scope))
+        theirs = safe_id(Headers(scope=scope))
+        scope["state"]["request_id"] = theirs
+        token = logs.request_id.set(theirs)
         visit = Visit(scope, send)
         try:
             await self.app(scope, receive, visit.send)
@@ -44,6 +48,8 @@ class Door:
             await JSONResponse(error.body(), status_code=500)(scope, receive, visit.send)
         finally:
             self.metrics.responded(route(scope), visit.status)
+            visit.log()
+            logs.request_id.reset(token)
 
 
 class Visit:
@@ -52,6 +58,7 @@ class Visit:
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
         self._send = send
+        self._began = time.monotonic()
         self.status = 0  # no answer was begun
 
     async def send(self, message: Message) -> None:
@@ -60,6 +67,21 @@ class Visit:
             headers = MutableHeaders(scope=message)
             headers.setdefault("X-Request-Id", self._scope["state"]["request_id"] or f"req-{secrets.token_hex(8)}")
         await self._send(message)
+
+    def log(self) -> None:
+        """A line for what was refused or failed; what went well is told elsewhere, or of no interest."""
+        fine = 0 < self.status < 400
+        if log.isEnabledFor(logging.DEBUG if fine else logging.INFO):
+            scope = self._scope
+            fields = {
+                "method": scope["method"],
+                "path": scope["path"],
+                "status": self.status,
+                "code": scope["state"].get("error_code"),
+                "client": scope["client"] and scope["client"][0],
+                "total_s": time.monotonic() - self._began,
+            }
+            log.log(logging.DEBUG if fine else logging.INFO, "http", extra={"fields": fields})
 
 
 def route(scope: Scope) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import time
 
+from server.api.service import Service
 from server.api.stream import Streams
 from server.engine.engine import Pulse
 
@@ -43,6 +44,30 @@ class Watch:
         elif not stuck and streams.stuck is not None:
             log.warning("engine goes on", extra={"fields": {"stuck": streams.stuck}})
             streams.stuck = None
+
+
+async def tell_stats(service: Service, every_s: float = 10.0) -> None:
+    """A line of figures every so often, as long as there is anything to tell."""
+    metrics, engine = service.metrics, service.engine
+    tokens, requests = metrics.tokens_generated, metrics.requests_served
+    while True:
+        began = time.monotonic()
+        await asyncio.sleep(every_s)
+        seconds = time.monotonic() - began
+        new_tokens, new_requests = metrics.tokens_generated - tokens, metrics.requests_served - requests
+        tokens, requests = metrics.tokens_generated, metrics.requests_served
+        scheduler = engine.scheduler
+        if not (new_tokens or new_requests or scheduler.waiting):
+            continue
+        fields = {
+            "running": len(scheduler.running),
+            "waiting": len(scheduler.waiting),
+            "kv_usage": round(scheduler.ledger.committed_bytes / scheduler.ledger.budget_bytes, 4),
+            "tokens_per_s": round(new_tokens / seconds, 1),
+            "requests_per_s": round(new_requests / seconds, 2),
+            "step_ms": round(engine.status.step_seconds * 1000, 2),
+        }
+        log.info("stats", extra={"fields": fields})
 
 
 class Drain:

@@ -11,6 +11,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
+from server import logs
 from server.api.service import Service, service_of
 from server.engine.runner import Runner
 from server.engine.scheduler import Scheduler
@@ -103,6 +104,7 @@ def levels(service: Service) -> Levels:
         peak_demand_bytes=ledger.peak_demand_bytes,
         healthy=streams.sick() is None,
         draining=streams.drain_until is not None,
+        log_lines_dropped=logs.dropped(),
     )
 
 

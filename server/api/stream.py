@@ -7,12 +7,12 @@ import logging
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 
 from model.kv_memory import rows_max
 from model.sampler import Logprobs, SamplingParams
 from model.tokenizer import Tokenizer
-from server import tracing
+from server import logs, tracing
 from server.engine.engine import Engine
 from server.engine.sequence import Event, Failed, Finished, Request, Started, Token
 from server.errors import ApiError, EngineFailure, NeverFits, QueueFull, SlowReader, Unavailable, Unprocessable
@@ -202,6 +202,7 @@ class Stream:
         self._held_since: float | None = None
         self._closed = False
         self._wake = asyncio.Event()
+        self._request_id = logs.request_id.get()
         self._span = tracing.start(wanted.operation, streams.model_name, request)
 
     async def items(self) -> AsyncIterator[Item]:
@@ -287,6 +288,7 @@ class Stream:
             served = self._served()
             self._streams.metrics.served(served)
             tracing.end(self._span, served)
+            log.info("request", extra={"fields": {"request_id": self._request_id} | asdict(served)})
 
     def _stamp(self, choice: Choice) -> None:
         now, metrics = time.monotonic(), self._streams.metrics

@@ -8,6 +8,10 @@ import math
 import os
 import signal
 import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from types import FrameType
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -17,28 +21,23 @@ from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsCo
 from model.config import ConfigError
 from server import logs
 from server.planning import make_plan, plan_text
-from server.settings import PlanSettings, ServeSettings
+from server.settings import ModelSettings, PlanSettings, ServeSettings
 
 if TYPE_CHECKING:
+    import httpx
     from fastapi import FastAPI
 
 log = logging.getLogger("tokenteller")
 S = TypeVar("S", bound=BaseSettings)
 
 
-class GenerateSettings(BaseSettings):
-    """Stream an answer to the terminal from a running server."""
+class GenerateSettings(ModelSettings):
+    """Stream an answer to the terminal, from a running server or from one made for this answer."""
 
-    model_config = SettingsConfigDict(
-        env_prefix="TOKENTELLER_",
-        frozen=True,
-        extra="forbid",
-        cli_kebab_case=True,
-        cli_prog_name="tokenteller generate",
-    )
+    model_config = SettingsConfigDict(cli_prog_name="tokenteller generate")
 
     prompt: CliPositionalArg[str] = Field(description="the text to continue")
-    url: str = Field("http://127.0.0.1:8000", description="the server's address")
+    url: str | None = Field(None, description="address of a running server (default: load the model in this process)")
     max_tokens: int | None = Field(None, description="tokens to generate")
     temperature: float = Field(1.0, description="0 is greedy")
     seed: int | None = Field(None, description="same seed, same text")
@@ -166,21 +165,46 @@ def _generate(arguments: list[str]) -> int:
     import httpx
 
     settings = _settings(GenerateSettings, arguments)
-    body = settings.model_dump(exclude={"url"}, exclude_none=True)
-    try:
-        with httpx.stream("POST", f"{settings.url}/generate", json=body, timeout=None) as response:
-            if response.status_code != 200:
-                raise ValueError(json.loads(response.read())["error"]["message"])
-            for line in response.iter_lines():
-                if line.startswith("data: {"):
-                    event = json.loads(line[6:])
-                    if event["type"] == "error":
-                        raise ValueError(event["error"]["message"])
-                    print(event.get("text", ""), end="", flush=True)
-    except httpx.TransportError as error:
-        raise ValueError(f"no server at {settings.url} ({error}); start one with `tokenteller serve`") from error
-    print()
+    body = settings.model_dump(include={"prompt", "max_tokens", "temperature", "seed"}, exclude_none=True)
+    with nullcontext(settings.url) if settings.url else _own_server(settings) as url:
+        try:
+            with httpx.stream("POST", f"{url}/generate", json=body, timeout=None) as response:
+                _print_text(response)
+        except httpx.TransportError as error:
+            raise ValueError(f"no server at {url} ({error}); start one with `tokenteller serve`") from error
     return 0
+
+
+def _print_text(response: httpx.Response) -> None:
+    if response.status_code != 200:
+        raise ValueError(json.loads(response.read())["error"]["message"])
+    for line in response.iter_lines():
+        if line.startswith("data: {"):
+            event = json.loads(line[6:])
+            if event["type"] == "error":
+                raise ValueError(event["error"]["message"])
+            print(event.get("text", ""), end="", flush=True)
+    print()
+
+
+@contextmanager
+def _own_server(settings: GenerateSettings) -> Iterator[str]:
+    """A server with one slot in this process, for one answer."""
+    import uvicorn
+
+    from server.api.app import create_app
+
+    chosen = settings.model_dump(include=set(ModelSettings.model_fields), exclude={"slots"})
+    server = uvicorn.Server(uvicorn.Config(create_app(ServeSettings(**chosen, slots=1)), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 if __name__ == "__main__":

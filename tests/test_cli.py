@@ -1,0 +1,83 @@
+"""The command line in a process of its own: what it prints, and how it ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import httpx
+import pytest
+from live import Live, process
+
+ROOT = Path(__file__).parent.parent
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "server", *arguments]
+    return subprocess.run(
+        command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=100, check=False
+    )
+
+
+def test_without_a_flag_the_toy_is_served_and_sigterm_ends_it_well() -> None:
+    with process("--threads", "1") as server:
+        answer = httpx.post(f"{server.url}/generate", json={"prompt": "To be", "stream": False}, timeout=30).json()
+        assert answer["kv"]["bytes_per_token"] == 2048
+        assert answer["usage"]["completion_tokens"] >= 1
+        server.signal()
+        assert server.exit_code() == 0
+
+
+def test_plan_prints_the_same_numbers_as_json(rand: Path) -> None:
+    text, raw = run("plan", "--model", str(rand)), run("plan", "--model", str(rand), "--json")
+    plan = json.loads(raw.stdout)
+    assert text.returncode == raw.returncode == 0
+    assert plan["bytes_per_token"] == 512 and "512 bytes per token" in text.stdout
+
+
+def test_a_pool_too_small_for_one_sequence_is_told_before_any_weight_is_loaded(rand: Path) -> None:
+    result = run("serve", "--model", str(rand), "--kv-memory", "10KiB")
+    assert result.returncode == 1
+    assert "10 KiB" in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "environment", "word"),
+    [
+        (["serve", "--slots", "0"], {}, "--slots"),
+        (["serve", "--kv-memory", "lots"], {}, "not a size"),
+        (["serve", "--no-such-flag", "1"], {}, "no-such-flag"),
+        (["serve"], {"TOKENTELLER_PORT": "http"}, "--port"),
+        (["frobnicate"], {}, "usage"),
+    ],
+)
+def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], environment: dict[str, str], word: str) -> None:
+    result = run(*arguments, **environment)
+    assert result.returncode == 2
+    assert word in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
+    result = run("serve", "--model", "/nowhere")
+    assert result.returncode == 1
+    assert "/nowhere" in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+def test_generate_streams_from_a_running_server(live: Live) -> None:
+    result = run("generate", "hi", "--url", live.url, "--seed", "1", "--max-tokens", "9")
+    assert result.returncode == 0
+    assert result.stdout == live.text("hi", seed=1, max_tokens=9) + "\n"
+
+
+def test_generate_without_a_server_makes_one_of_its_own(rand: Path, live: Live) -> None:
+    result = run("generate", "hi", "--model", str(rand), "--seed", "1", "--max-tokens", "9", TOKENTELLER_SLOTS="1")
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == live.text("hi", seed=1, max_tokens=9) + "\n"
+
+
+def test_generate_says_what_the_server_refused(live: Live) -> None:
+    result = run("generate", "hi", "--url", live.url, "--max-tokens", "999")
+    assert result.returncode == 1 and "at most 254" in result.stderr

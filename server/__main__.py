@@ -6,7 +6,9 @@ import json
 import logging
 import math
 import os
+import resource
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -21,10 +23,11 @@ from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsCo
 from model.config import ConfigError
 from server import logs
 from server.planning import make_plan, plan_text
-from server.settings import ModelSettings, PlanSettings, ServeSettings
+from server.settings import ApiKeys, ModelSettings, PlanSettings, ServeSettings
 
 if TYPE_CHECKING:
     import httpx
+    import uvicorn
     from fastapi import FastAPI
 
 log = logging.getLogger("tokenteller")
@@ -38,6 +41,7 @@ class GenerateSettings(ModelSettings):
 
     prompt: CliPositionalArg[str] = Field(description="the text to continue")
     url: str | None = Field(None, description="address of a running server (default: load the model in this process)")
+    api_key: ApiKeys = Field((), description="the key that the server asks for, or @FILE")
     max_tokens: int | None = Field(None, description="tokens to generate")
     temperature: float = Field(1.0, description="0 is greedy")
     seed: int | None = Field(None, description="same seed, same text")
@@ -74,13 +78,15 @@ def _settings(model: type[S], arguments: list[str]) -> S:
     except ValidationError as error:
         fault = error.errors(include_url=False)[0]
         name = "--" + "-".join(str(part) for part in fault["loc"]).rstrip("_").replace("_", "-")
-        raise _Usage(f"{name}: {fault['msg'].removeprefix('Value error, ')} (got {fault['input']!r})") from None
+        got = "" if name == "--api-key" else f" (got {fault['input']!r})"
+        raise _Usage(f"{name}: {fault['msg'].removeprefix('Value error, ')}{got}") from None
     except SettingsError as error:
         raise _Usage(str(error).splitlines()[0]) from None
 
 
 def _serve(arguments: list[str]) -> int:
     settings = _settings(ServeSettings, arguments)
+    _check_certificate(settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it loads; PID 1 has no default action
     logs.set_up(settings.log_format, settings.log_level)
     plan = make_plan(settings)[2]
@@ -90,6 +96,17 @@ def _serve(arguments: list[str]) -> int:
     from server.api.app import create_app
 
     return run(create_app(settings), settings)
+
+
+def _check_certificate(settings: ServeSettings) -> None:
+    if settings.ssl_certfile is None:
+        if settings.ssl_keyfile is not None:
+            raise _Usage("--ssl-keyfile: it needs --ssl-certfile beside it")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except (ssl.SSLError, OSError) as error:
+        raise _Usage(f"--ssl-certfile: {settings.ssl_certfile} cannot be used: {error}") from None
 
 
 def run(app: FastAPI, settings: ServeSettings) -> int:
@@ -108,7 +125,7 @@ def run(app: FastAPI, settings: ServeSettings) -> int:
             self.drain = Drain(app.state.service.streams, settings.shutdown_timeout)
             for server in self.servers:
                 host, port = server.sockets[0].getsockname()[:2]
-                url = f"http://{host}:{port}"
+                url = f"{'https' if settings.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
                 announce(settings, f"\ntokenteller is ready on {url}", "ready", {"url": url, "model": settings.model})
 
         async def on_tick(self, counter: int) -> bool:
@@ -125,22 +142,42 @@ def run(app: FastAPI, settings: ServeSettings) -> int:
             else:
                 sys.exit(0)
 
-    config = uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        ws="none",
-    )
-    server = Server(config)
+    server = Server(uvicorn_config(app, settings))
+    _raise_file_limit()
     server.run()
     code = server.drain.exit_code if server.started else 1
     if server.started and app.state.service.engine.running:
         logging.shutdown()
         os._exit(code)  # its thread is stuck in native code, and would crash the interpreter's own end
     return code
+
+
+def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
+    """How our HTTP server is set up."""
+    import uvicorn
+
+    from server.api.protocol import Protocol
+
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        http=Protocol,
+        ws="none",
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+    )
+
+
+def _raise_file_limit() -> None:
+    """A connection is an open file; the usual soft limit of 1,024 is less than what the kernel grants on asking."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wished = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft < wished:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wished, hard))
 
 
 def announce(settings: ServeSettings, text: str, event: str, fields: dict[str, Any]) -> None:
@@ -166,9 +203,10 @@ def _generate(arguments: list[str]) -> int:
 
     settings = _settings(GenerateSettings, arguments)
     body = settings.model_dump(include={"prompt", "max_tokens", "temperature", "seed"}, exclude_none=True)
+    headers = {"Authorization": f"Bearer {settings.api_key[0].get_secret_value()}"} if settings.api_key else {}
     with nullcontext(settings.url) if settings.url else _own_server(settings) as url:
         try:
-            with httpx.stream("POST", f"{url}/generate", json=body, timeout=None) as response:
+            with httpx.stream("POST", f"{url}/generate", json=body, headers=headers, timeout=None) as response:
                 _print_text(response)
         except httpx.TransportError as error:
             raise ValueError(f"no server at {url} ({error}); start one with `tokenteller serve`") from error

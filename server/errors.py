@@ -2,10 +2,12 @@
 
 ApiError
 ├── BadRequest        400  the body is not what it should be
+├── Unauthorized      401  an API key is asked for, and none or a wrong one came
 ├── Unprocessable     422  a field is wrong or unknown
 ├── NeverFits         422  could not be served even by an empty pool; carries the numbers
 ├── NotFound          404
 ├── MethodNotAllowed  405
+├── BodyTimeout       408  the body did not come
 ├── BodyTooLarge      413
 ├── QueueFull         429  with Retry-After
 ├── Unavailable       503  draining, or the engine is dead; with Retry-After
@@ -44,6 +46,13 @@ class BadRequest(ApiError):
     status, type, code = 400, "invalid_request_error", "bad_request"
 
 
+class Unauthorized(ApiError):
+    status, type, code = 401, "invalid_request_error", "invalid_api_key"
+
+    def headers(self) -> dict[str, str]:
+        return {"WWW-Authenticate": "Bearer"}
+
+
 class Unprocessable(ApiError):
     status, type, code = 422, "invalid_request_error", "invalid_value"
 
@@ -58,6 +67,13 @@ class NotFound(ApiError):
 
 class MethodNotAllowed(ApiError):
     status, type, code = 405, "invalid_request_error", "method_not_allowed"
+
+
+class BodyTimeout(ApiError):
+    status, type, code = 408, "invalid_request_error", "body_timeout"
+
+    def headers(self) -> dict[str, str]:
+        return {"Connection": "close"}
 
 
 class BodyTooLarge(ApiError):

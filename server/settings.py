@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
-from pydantic_settings import BaseSettings, CliImplicitFlag, SettingsConfigDict
+from pydantic import BeforeValidator, Field, FilePath, SecretStr
+from pydantic_settings import BaseSettings, CliImplicitFlag, NoDecode, SettingsConfigDict
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
@@ -22,6 +22,40 @@ def parse_bytes(value: Any) -> Any:
 
 
 Bytes = Annotated[int, BeforeValidator(parse_bytes), Field(ge=1)]
+
+
+def parse_keys(value: Any) -> Any:
+    """'key', 'key,key' or '@FILE' with one key a line -> keys. No message ever holds a key."""
+    if not isinstance(value, str):
+        return value
+    keys: list[str] = []
+    for part in value.split(","):
+        if part.startswith("@"):
+            try:
+                with open(part[1:], encoding="utf-8") as file:
+                    keys += [line.strip() for line in file if line.strip()]
+            except (OSError, UnicodeDecodeError) as error:
+                raise ValueError(f"cannot read keys from {part[1:]}: {error}") from None
+        else:
+            keys.append(part.strip())
+    if not keys or not all(re.fullmatch(r"[\x21-\x7e]{8,256}", key) for key in keys):
+        raise ValueError("a key has 8 to 256 printable ASCII characters and no space or comma")
+    return tuple(keys)
+
+
+def parse_origins(value: Any) -> Any:
+    """'https://a.example,http://localhost:3000' or '*' -> origins."""
+    if not isinstance(value, str):
+        return value
+    origins = [origin.strip() for origin in value.split(",")]
+    for origin in origins:
+        if origin != "*" and not re.fullmatch(r"https?://[A-Za-z0-9.\-\[\]:]+", origin):
+            raise ValueError(f"{origin!r} is no origin; write scheme://host or scheme://host:port, or * for any")
+    return tuple(origins)
+
+
+ApiKeys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(parse_keys)]
+Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_origins)]
 
 
 class ModelSettings(BaseSettings):
@@ -57,6 +91,14 @@ class ServeSettings(ModelSettings):
     shutdown_timeout: int = Field(30, ge=0, description="seconds that running streams get to finish after SIGTERM")
     log_format: Literal["plain", "json"] = Field("plain", description="how log lines are written, on stderr")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    api_key: ApiKeys = Field(
+        (), description="keys that clients must send; repeat it, or @FILE with one a line (default: none is asked for)"
+    )
+    cors_origin: Origins = Field(
+        (), description="web origins that may call; repeat it, or * for any (never with credentials; default: none)"
+    )
+    ssl_certfile: FilePath | None = Field(None, description="certificate chain for TLS, PEM")
+    ssl_keyfile: FilePath | None = Field(None, description="private key of the certificate, PEM")
 
 
 class PlanSettings(ModelSettings):

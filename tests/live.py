@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import uvicorn
 
+from server.__main__ import uvicorn_config
 from server.api.app import create_app
 from server.api.service import Service
 from server.settings import ServeSettings
@@ -87,8 +88,9 @@ def joined(frames: list[dict[str, Any]], index: int = 0) -> str:
 @contextmanager
 def serve(**settings: Any) -> Iterator[Live]:
     """A server with these settings until the block ends."""
-    app = create_app(ServeSettings(port=0, **{"threads": 1, **settings}))  # the clients need the other core
-    server = uvicorn.Server(uvicorn.Config(app, host="127.0.0.1", port=0, log_level="warning", access_log=False))
+    chosen = ServeSettings(port=0, **{"threads": 1, **settings})  # the clients need the other core
+    app = create_app(chosen)
+    server = uvicorn.Server(uvicorn_config(app, chosen))
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()
     while not server.started:

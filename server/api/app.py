@@ -11,6 +11,7 @@ from contextlib import asynccontextmanager, suppress
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 
 from model.checkpoint import load
 from model.kv_pool import KVPool
@@ -90,7 +91,15 @@ def create_app(settings: ServeSettings) -> FastAPI:
             await asyncio.to_thread(engine.stop)
 
     app = FastAPI(title="tokenteller", lifespan=lifespan, docs_url=None, redoc_url=None)
-    app.add_middleware(Door, metrics=metrics)
+    app.add_middleware(Door, metrics=metrics, keys=[key.get_secret_value() for key in settings.api_key])
+    if settings.cors_origin:  # around the door: a browser's preflight carries no key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origin,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type", "X-Request-Id", "X-Session-Id"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     app.include_router(generate.router)
     app.include_router(operations.router)
     app.add_exception_handler(ApiError, _api_error)

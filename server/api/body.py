@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import math
 import re
@@ -12,9 +13,10 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from starlette.requests import ClientDisconnect, Request
 
 from model.sampler import SamplingParams
-from server.errors import BadRequest, BodyTooLarge, Unprocessable
+from server.errors import BadRequest, BodyTimeout, BodyTooLarge, Unprocessable
 
 Model = TypeVar("Model", bound="Body")
+BODY_S = 30  # a client that sends slower than this is not waited for
 
 
 class Body(BaseModel):
@@ -88,10 +90,13 @@ async def _bytes(request: Request, limit: int) -> bytes:
         raise _too_large(limit, int(announced))
     body = bytearray()
     try:
-        async for chunk in request.stream():
-            body += chunk
-            if len(body) > limit:
-                raise _too_large(limit, len(body))
+        async with asyncio.timeout(BODY_S):
+            async for chunk in request.stream():
+                body += chunk
+                if len(body) > limit:
+                    raise _too_large(limit, len(body))
+    except TimeoutError:
+        raise BodyTimeout(f"the body was not complete after {BODY_S} s: {len(body)} bytes came") from None
     except ClientDisconnect:
         raise BadRequest("the client left before its body was complete") from None
     return bytes(body)

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import hmac
 import logging
 import re
 import secrets
 import time
+from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import logs
-from server.errors import EngineFailure
+from server.errors import ApiError, EngineFailure, Unauthorized
 from server.metrics import Metrics
 
 log = logging.getLogger("tokenteller")
@@ -20,13 +23,18 @@ log = logging.getLogger("tokenteller")
 _SAFE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 
-class Door:
-    """Answers HEAD wherever GET is answered, gives every response an X-Request-Id, counts it, and turns what nobody
-    foresaw into a 500 in the error form."""
+OPEN_PATHS = ("/", "/health", "/ready")  # and the page's files: nothing there is secret, probes and browsers ask first
+OPEN_PREFIX = "/page/"
 
-    def __init__(self, app: ASGIApp, metrics: Metrics) -> None:
+
+class Door:
+    """Asks for the API key, answers HEAD wherever GET is answered, gives every response an X-Request-Id, counts it, and
+    turns what nobody foresaw into a 500 in the error form."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, keys: Sequence[str] = ()) -> None:
         self.app = app
         self.metrics = metrics
+        self._keys = [_digest(key) for key in keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -39,17 +47,40 @@ class Door:
         token = logs.request_id.set(theirs)
         visit = Visit(scope, send)
         try:
+            self._check_key(scope)
             await self.app(scope, receive, visit.send)
+        except Unauthorized as error:
+            await self._answer(error, scope, receive, visit.send)
         except Exception:
             if visit.status:
                 raise  # too late for a status: the HTTP server logs it and cuts the connection
             log.exception("unexpected error", extra={"fields": {"path": scope["path"]}})
-            error = EngineFailure("an unexpected error; the log has it")
-            await JSONResponse(error.body(), status_code=500)(scope, receive, visit.send)
+            await self._answer(EngineFailure("an unexpected error; the log has it"), scope, receive, visit.send)
         finally:
             self.metrics.responded(route(scope), visit.status)
             visit.log()
             logs.request_id.reset(token)
+
+    def _check_key(self, scope: Scope) -> None:
+        """Raises Unauthorized. How long it takes tells nothing about the keys."""
+        path = scope["path"]
+        if not self._keys or path in OPEN_PATHS or path.startswith(OPEN_PREFIX):
+            return
+        scheme, _, given = Headers(scope=scope).get("authorization", "").partition(" ")
+        digest = _digest(given.strip())
+        known = sum(hmac.compare_digest(digest, key) for key in self._keys)
+        if scheme.lower() != "bearer" or not known:
+            fault = "this API key is not known here" if given else "an API key is needed"
+            raise Unauthorized(f"{fault}; send it as `Authorization: Bearer KEY`")
+
+    async def _answer(self, error: ApiError, scope: Scope, receive: Receive, send: Send) -> None:
+        self.metrics.refused(error.code)
+        scope["state"]["error_code"] = error.code
+        await JSONResponse(error.body(), status_code=error.status, headers=error.headers())(scope, receive, send)
+
+
+def _digest(key: str) -> bytes:
+    return hashlib.sha256(key.encode()).digest()
 
 
 class Visit:
@@ -65,6 +96,7 @@ class Visit:
         if message["type"] == "http.response.start":
             self.status = message["status"]
             headers = MutableHeaders(scope=message)
+            headers["X-Content-Type-Options"] = "nosniff"
             headers.setdefault("X-Request-Id", self._scope["state"]["request_id"] or f"req-{secrets.token_hex(8)}")
         await self._send(message)
 

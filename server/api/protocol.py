@@ -1,0 +1,74 @@
+"""The HTTP/1.1 protocol of one connection: uvicorn's on httptools, which itself bounds neither a head nor its time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+HEAD_BYTES = 32 * 1024  # request line and headers together
+HEAD_S = 20.0  # from its first byte, or from connecting, to the blank line
+
+_BODY = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":"bad_head"}}'
+
+
+class Protocol(HttpToolsProtocol):
+    """Refuses a head that is too long (431) or takes too long (408) and closes the connection."""
+
+    _head = 0  # bytes of the head so far
+    _head_timer: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: Any) -> None:
+        super().connection_made(transport)
+        self._await_head()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._head_came()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        before = self._head_timer
+        super().data_received(data)
+        if self._head_timer is not None and self._head_timer is before:  # all of it belongs to an unfinished head
+            self._head += len(data)
+            if self._head > HEAD_BYTES:
+                self._refuse(b"431 Request Header Fields Too Large", b"the head has more than %d bytes" % HEAD_BYTES)
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        if self._head_timer is None:
+            self._await_head()
+
+    def on_headers_complete(self) -> None:
+        self._head_came()
+        if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > HEAD_BYTES:
+            self._refuse(b"431 Request Header Fields Too Large", b"the head has more than %d bytes" % HEAD_BYTES)
+            raise ValueError("head too long")  # ends the parsing
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        self._refuse(b"400 Bad Request", b"this is no HTTP request")
+
+    def _await_head(self) -> None:
+        self._head = 0
+        self._head_timer = self.loop.call_later(HEAD_S, self._too_slow)
+
+    def _head_came(self) -> None:
+        if self._head_timer is not None:
+            self._head_timer.cancel()
+            self._head_timer = None
+
+    def _too_slow(self) -> None:
+        if self._head:
+            self._refuse(b"408 Request Timeout", b"no complete head within %d s" % HEAD_S)
+        else:
+            self.transport.close()  # nobody asked anything
+
+    def _refuse(self, status: bytes, message: bytes) -> None:
+        self._head_came()
+        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+            body = _BODY % message
+            head = b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
+            self.transport.write(head % (status, len(body)) + body)
+        self.transport.close()

@@ -1,4 +1,4 @@
-"""A checkpoint directory -> config, weights, tokenizer. What is missing or odd is named in a CheckpointError."""
+"""A checkpoint directory or GGUF file -> config, weights, tokenizer. What is missing or odd is named in a CheckpointError."""
 
 from __future__ import annotations
 
@@ -7,15 +7,17 @@ import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 import tokenizers
 import torch
 from safetensors import safe_open
 
-from model.config import TOY, ConfigError, ModelConfig, locate
+from model.config import ConfigError, ModelConfig, locate
 from model.decoder import Decoder, WeightError
-from model.linear import Storage
+from model.gguf import GGUFFile, read_tokenizer
+from model.kv_memory import size
+from model.linear import Storage, StorageError, check_storage
 from model.tokenizer import Tokenizer
 
 T = TypeVar("T")
@@ -36,22 +38,54 @@ class Checkpoint:
     tokenizer: Tokenizer
 
 
-def load(model: str, storage: Storage) -> Checkpoint:
-    """Everything of one model. Raises CheckpointError."""
+def load(
+    model: str, storage: Storage, device: str = "cpu", max_context: int | None = None, progress: Progress | None = None
+) -> Checkpoint:
+    """Everything of one model. `max_context`: no position beyond it will come. Raises CheckpointError."""
     try:
-        config, directory = ModelConfig.read(model), locate(model)
-    except ConfigError as error:
+        check_storage(storage, device)
+        config, path = ModelConfig.read(model), locate(model)
+    except (ConfigError, StorageError) as error:
         raise CheckpointError(str(error)) from error
-    files = SafetensorsFiles(directory)
-    family = _json(directory / "config.json")["model_type"]
-    weights = Renamed(files, gpt2_names(files)) if family == "gpt2" else Renamed(files, llama_names(files))
+    files: SafetensorsFiles | GGUFTensors
+    if path.is_dir():
+        files = SafetensorsFiles(path)
+        names = gpt2_names(files) if _json(path / "config.json")["model_type"] == "gpt2" else llama_names(files)
+    else:
+        files = GGUFTensors(path)
+        names = gguf_names(files, config)
+    tokenizer = load_tokenizer(path, config) if path.is_dir() else files.tokenizer()
+    weights = Renamed(files, names, progress)
     try:
-        decoder = Decoder(config, weights, storage)
+        decoder = Decoder(config, weights, storage, device, max_context)
     except WeightError as error:
         name = weights.own_name(error.tensor)
         raise CheckpointError(f"{files.path_of(name)}: tensor {name!r} {error.problem}") from error
-    name = "toy" if directory == TOY else directory.name
-    return Checkpoint(name, config, decoder, load_tokenizer(directory, config))
+    return Checkpoint(_name(model, path), config, decoder, tokenizer)
+
+
+def _name(model: str, path: Path) -> str:
+    """What the model is called to clients, if not told otherwise: as it was asked for, a path by its last part."""
+    return (path.stem if path.is_file() else path.name) if Path(model).exists() else model
+
+
+class Progress:
+    """Tells how far loading has come: a line that moves on a terminal, else a line each quarter."""
+
+    def __init__(self, out: TextIO) -> None:
+        self._out = out
+        self._moves = out.isatty()
+        self._next = 0.0
+
+    def __call__(self, done: int, total: int, read_bytes: int) -> None:
+        """`done` of `total` tensors have been read, `read_bytes` in all as they came out of the file."""
+        share = done / total
+        if self._moves:
+            end = "\n" if done == total else ""
+            print(f"\rloading weights: {done}/{total} tensors, {size(read_bytes)}", end=end, file=self._out, flush=True)
+        elif share >= self._next or done == total:
+            self._next = share + 0.25
+            print(f"loading weights: {done}/{total} tensors, {size(read_bytes)}", file=self._out, flush=True)
 
 
 class SafetensorsFiles(Mapping[str, torch.Tensor]):
@@ -110,12 +144,35 @@ def _sharded(index: Path) -> dict[str, tuple[Path, Any]]:
     return where
 
 
+class GGUFTensors(Mapping[str, torch.Tensor]):
+    """The tensors of a GGUF file; each is read and decoded when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.file = _named(path, lambda: GGUFFile(path))
+
+    def path_of(self, name: str) -> Path:
+        return self._path
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return _named(self._path, lambda: torch.from_numpy(self.file.read(name)))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.file.tensors)
+
+    def __len__(self) -> int:
+        return len(self.file.tensors)
+
+
 class Renamed(Mapping[str, torch.Tensor]):
     """The tensors of a file under the decoder's names. `names`: ours -> (the file's own, which part of it is ours)."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Mapping[str, tuple[str, Part | None]]) -> None:
+    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Names, progress: Progress | None) -> None:
         self._tensors = tensors
         self._names = names
+        self._progress = progress
+        self._read: set[str] = set()
+        self._bytes = 0
 
     def own_name(self, name: str) -> str:
         """The file's own name of a tensor, for messages."""
@@ -124,7 +181,13 @@ class Renamed(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         own, part = self._names[name]
         tensor = self._tensors[own]
-        return part(tensor) if part else tensor
+        if part:
+            tensor = part(tensor)
+        self._read.add(name)
+        self._bytes += tensor.nbytes
+        if self._progress:
+            self._progress(len(self._read), len(self._names), self._bytes)
+        return tensor
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
@@ -167,14 +230,66 @@ def gpt2_names(tensors: Mapping[str, torch.Tensor]) -> Names:
         matrix = kind == "weight" and block and "ln_" not in module
         if module == "attn.c_attn":
             for part, letter in enumerate("qkv"):
-                names[f"{at}self_attn.{letter}_proj.{kind}"] = (own, _third(part))
+                names[f"{at}self_attn.{letter}_proj.{kind}"] = (own, _column(part))
         else:
             names[f"{at}{_GPT2.get(module, module)}.{kind}"] = (own, torch.t if matrix else None)
     return names
 
 
-def _third(part: int) -> Part:
+def _column(part: int) -> Part:
     return lambda tensor: tensor.t().chunk(3)[part]  # [E, 3E] -> [E, E]; [3E] -> [E]
+
+
+_GGUF = {
+    "token_embd": "model.embed_tokens",
+    "position_embd": "model.embed_positions",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_GGUF_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
+
+
+def gguf_names(tensors: GGUFTensors, config: ModelConfig) -> Names:
+    """GGUF's names. Files of the llama architecture hold q and k in the order of rotated pairs (0, 1), (2, 3), ..."""
+    paired = tensors.file.metadata["general.architecture"] == "llama"
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
+    names: Names = {}
+    for own in tensors:
+        module, _, kind = own.rpartition(".")
+        block = _GGUF_BLOCK.fullmatch(module)
+        at, module = (f"model.layers.{block[1]}.", block[2]) if block else ("", module)
+        if module == "attn_qkv":
+            for part, letter in enumerate("qkv"):
+                names[f"{at}self_attn.{letter}_proj.{kind}"] = (own, _third(part))
+        else:
+            part = _halves(heads[module]) if paired and module in heads else None
+            names[f"{at}{_GGUF.get(module, module)}.{kind}"] = (own, part)
+    return names
+
+
+def _third(part: int) -> Part:
+    return lambda tensor: tensor.chunk(3)[part]  # [3E, E] -> [E, E]; [3E] -> [E]
+
+
+def _halves(heads: int) -> Part:
+    """Rows of each head from pairs (2i, 2i + 1) to pairs (i, i + D/2)."""
+
+    def reordered(tensor: torch.Tensor) -> torch.Tensor:
+        pairs = tensor.unflatten(0, (heads, -1, 2))  # [heads, D/2, 2, ...]
+        return pairs.transpose(1, 2).flatten(0, 2)  # [heads x D, ...]
+
+    return reordered
 
 
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:

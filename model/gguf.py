@@ -1,0 +1,350 @@
+"""GGUF files: header, tensors, and the tokenizer that stands in the metadata. Torch-free.
+
+The header is read here and not by `gguf.GGUFReader`: that takes seconds for the 98,000 strings of a small vocabulary,
+this a tenth of one. Blocks are decoded by `gguf.quants`.
+"""
+
+from __future__ import annotations
+
+import math
+import mmap
+import struct
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+from numpy.typing import NDArray
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
+from tokenizers.models import BPE
+
+
+class GGUFError(ValueError):
+    """A file that is no GGUF, is cut short, or holds what is not supported."""
+
+
+@dataclass(frozen=True, slots=True)
+class TensorInfo:
+    """Where a tensor lies in the file and how it is stored; `shape` as in PyTorch, rows first."""
+
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    start: int
+    length: int
+
+
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+
+
+class GGUFFile:
+    """An opened file: `metadata` by key, `tensors` by name. Data is read when it is asked for."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises GGUFError, or OSError where the file cannot be opened."""
+        with open(path, "rb") as file:
+            try:
+                self._bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            except ValueError as error:  # an empty file
+                raise GGUFError("the file is empty") from error
+        self._at = 0
+        try:
+            self._read_header()
+        except (struct.error, UnicodeDecodeError, OverflowError) as error:
+            raise GGUFError(f"not a GGUF header, or cut short, at byte {self._at:,}") from error
+
+    def _read_header(self) -> None:
+        magic, version = self._bytes[:4], self._unpack("I", at=4)
+        if magic != b"GGUF":
+            raise GGUFError("not a GGUF file: it does not begin with 'GGUF'")
+        if version not in (2, 3):
+            raise GGUFError(f"GGUF version {version} is not supported; supported: 2, 3 (little-endian)")
+        self._at = 8
+        tensors, pairs = self._unpack("Q"), self._unpack("Q")
+        self.metadata: dict[str, Any] = {}
+        for _ in range(pairs):
+            key = self._string()
+            self.metadata[key] = self._value(self._unpack("I"))
+        infos = [self._tensor_info() for _ in range(tensors)]
+        alignment = self.metadata.get("general.alignment", 32)
+        if not isinstance(alignment, int) or alignment < 1:
+            raise GGUFError(f"key 'general.alignment' is {alignment!r}")
+        data = -(-self._at // alignment) * alignment
+        self.tensors = {
+            name: self._located(name, data, shape, kind, offset) for name, shape, kind, offset in infos
+        }
+        if len(self.tensors) != len(infos):
+            raise GGUFError("two tensors have the same name")
+
+    def _unpack(self, code: str, at: int | None = None) -> Any:
+        size = struct.calcsize("<" + code)
+        (value,) = struct.unpack_from("<" + code, self._bytes, self._at if at is None else at)
+        self._at += size
+        return value
+
+    def _string(self) -> str:
+        length = self._unpack("Q")
+        raw = self._bytes[self._at : self._at + length]
+        if len(raw) != length:
+            raise GGUFError(f"cut short: a string of {length:,} bytes at byte {self._at:,}")
+        self._at += length
+        return raw.decode()
+
+    def _value(self, kind: int) -> Any:
+        if kind == _STRING:
+            return self._string()
+        if kind in _SCALARS:
+            return self._unpack(_SCALARS[kind])
+        if kind != _ARRAY:
+            raise GGUFError(f"metadata of unknown type {kind} at byte {self._at:,}")
+        element, count = self._unpack("I"), self._unpack("Q")
+        if count > len(self._bytes) - self._at:
+            raise GGUFError(f"cut short: an array of {count:,} elements at byte {self._at:,}")
+        if element not in _SCALARS:
+            return [self._value(element) for _ in range(count)]
+        values = np.frombuffer(self._bytes, np.dtype(_SCALARS[element]).newbyteorder("<"), count, self._at)
+        self._at += values.nbytes
+        return values.tolist()
+
+    def _tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name, dimensions = self._string(), self._unpack("I")
+        if not 1 <= dimensions <= 4:
+            raise GGUFError(f"tensor {name!r} has {dimensions} dimensions")
+        shape = tuple(self._unpack("Q") for _ in range(dimensions))[::-1]  # the file has the fastest one first
+        return name, shape, self._unpack("I"), self._unpack("Q")
+
+    def _located(self, name: str, data: int, shape: tuple[int, ...], kind: int, offset: int) -> TensorInfo:
+        try:
+            stored = GGMLQuantizationType(kind)
+        except ValueError as error:
+            raise GGUFError(f"tensor {name!r} is stored in unknown type {kind}") from error
+        block, size = GGML_QUANT_SIZES[stored]
+        if shape[-1] % block:
+            raise GGUFError(f"tensor {name!r}: rows of {shape[-1]} do not divide into {stored.name} blocks of {block}")
+        length = math.prod(shape) // block * size
+        if data + offset + length > len(self._bytes):
+            raise GGUFError(
+                f"tensor {name!r} ends at byte {data + offset + length:,}, but the file has {len(self._bytes):,}"
+            )
+        return TensorInfo(shape, stored, data + offset, length)
+
+    def read(self, name: str) -> NDArray[Any]:
+        """One tensor, decoded to fp32 (fp16 where it is stored so)."""
+        info = self.tensors[name]
+        raw = np.frombuffer(self._bytes, np.uint8, info.length, info.start)
+        if info.kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
+            dtype = np.float32 if info.kind == GGMLQuantizationType.F32 else np.float16
+            return raw.view(dtype).reshape(info.shape).copy()
+        try:
+            values: NDArray[np.float32] = dequantize(raw.reshape(*info.shape[:-1], -1), info.kind)
+        except NotImplementedError as error:
+            raise GGUFError(f"tensor {name!r} is stored as {info.kind.name}, which cannot be decoded") from error
+        return values.reshape(info.shape)
+
+
+def hf_config(metadata: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
+    """The header in the words of a Hugging Face config.json. Raises GGUFError naming the key that is missing or odd."""
+    arch = metadata.get("general.architecture")
+    if arch not in ("llama", "qwen2", "qwen3", "gpt2"):
+        raise GGUFError(f"key 'general.architecture' is {arch!r}; supported: 'llama', 'qwen2', 'qwen3', 'gpt2'")
+    keys = _ArchKeys(metadata, arch)
+    shared = {
+        "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())) or keys["vocab_size"],
+        "tie_word_embeddings": "output.weight" not in tensors,
+    }
+    if arch == "gpt2":
+        return shared | {
+            "model_type": "gpt2",
+            "n_embd": keys["embedding_length"],
+            "n_inner": keys["feed_forward_length"],
+            "n_layer": keys["block_count"],
+            "n_head": keys["attention.head_count"],
+            "n_positions": keys["context_length"],
+            "layer_norm_epsilon": keys["attention.layer_norm_epsilon"],
+        }
+    heads = keys["attention.head_count"]
+    dim = keys.get("attention.key_length", keys.get("rope.dimension_count"))
+    for name, must in (("attention.value_length", dim), ("rope.dimension_count", dim), ("expert_count", 0)):
+        keys.require(name, must)
+    return (
+        shared
+        | {
+            "model_type": arch,
+            "hidden_size": keys["embedding_length"],
+            "intermediate_size": keys["feed_forward_length"],
+            "num_hidden_layers": keys["block_count"],
+            "num_attention_heads": heads,
+            "num_key_value_heads": keys.get("attention.head_count_kv", heads),
+            "head_dim": dim,
+            "max_position_embeddings": keys["context_length"],
+            "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
+            "rope_parameters": _rope(keys),
+        }
+        | _biases_and_windows(keys, tensors)
+    )
+
+
+class _ArchKeys:
+    """The metadata keys of one architecture, without its name in front."""
+
+    def __init__(self, metadata: Mapping[str, Any], arch: str) -> None:
+        self._metadata = metadata
+        self.arch = arch
+
+    def get(self, name: str, default: Any = None) -> Any:
+        return self._metadata.get(f"{self.arch}.{name}", default)
+
+    def __getitem__(self, name: str) -> Any:
+        if self.get(name) is None:
+            raise GGUFError(f"key '{self.arch}.{name}' is missing")
+        return self.get(name)
+
+    def require(self, name: str, value: Any) -> None:
+        """Refuses any other value; the key may be absent."""
+        if self.get(name, value) != value:
+            raise GGUFError(f"key '{self.arch}.{name}' is {self.get(name)!r}; supported: {value!r}")
+
+
+def _rope(keys: _ArchKeys) -> dict[str, Any]:
+    """RoPE in the words of `rope_parameters`. The factors of llama3 stand in the tensor `rope_freqs.weight` instead."""
+    rope: dict[str, Any] = {"rope_theta": keys.get("rope.freq_base", 10_000.0)}
+    kind, factor = keys.get("rope.scaling.type", "none"), keys.get("rope.scaling.factor")
+    if kind == "none":
+        keys.require("rope.scale_linear", 1.0)
+        return rope
+    rope |= {"rope_type": kind, "factor": factor}
+    if kind == "yarn":
+        keys.require("rope.scaling.yarn_log_multiplier", 0.0)
+        keys.require("rope.scaling.yarn_ext_factor", 1.0)
+        rope["original_max_position_embeddings"] = keys["rope.scaling.original_context_length"]
+        for name in ("beta_fast", "beta_slow"):
+            rope[name] = keys.get(f"rope.scaling.yarn_{name}")
+        more = keys.get("rope.scaling.attn_factor", 1.0) * keys.get("rope.scaling.yarn_attn_factor", 1.0)
+        if more != 1.0 and isinstance(factor, float):
+            rope["attention_factor"] = more * (0.1 * math.log(factor) + 1.0)
+    return rope
+
+
+def _biases_and_windows(keys: _ArchKeys, tensors: Collection[str]) -> dict[str, Any]:
+    """What Hugging Face says in the config and GGUF by the tensors that are there."""
+    window = keys.get("attention.sliding_window", 0)
+    if keys.arch == "qwen2":
+        keys.require("attention.sliding_window", 0)  # which layers have it is not in the file
+        return {}
+    biases = {"attention_bias": "blk.0.attn_q.bias" in tensors}
+    if keys.arch == "qwen3":
+        keys.require("attention.sliding_window", 0)
+        return biases
+    if window:  # Mistral: all layers
+        return {"model_type": "mistral", "sliding_window": window}
+    return biases | {"mlp_bias": "blk.0.ffn_up.bias" in tensors}
+
+
+_GPT2_LIKE = ("gpt-2", "olmo", "phi-2", "mpt")
+_DIGITS_APART = ("smollm", "starcoder", "refact", "command-r")
+_QWEN_LIKE = ("qwen2", "deepseek-r1-qwen")
+_LLAMA3_LIKE = ("llama-bpe", "llama3", "llama-v3", "falcon3")
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+_WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_CONTROL, _USER_DEFINED = 3, 4  # token types
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTokenizer:
+    """The tokenizer of a file, and what stands beside it. `bos` is None where none is put in front of a text."""
+
+    backend: Tokenizer
+    bos: int | None
+    ends: frozenset[int]
+    chat_template: str | None
+
+
+def read_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
+    """From the `tokenizer.*` keys. Raises GGUFError for a kind that is not known here."""
+
+    def key(name: str, default: Any = None) -> Any:
+        return metadata.get(f"tokenizer.ggml.{name}", default)
+
+    kind, pre = key("model"), key("pre")
+    if not isinstance(key("tokens"), list):
+        raise GGUFError("key 'tokenizer.ggml.tokens' is missing")
+    if kind == "gpt2":
+        backend, adds_bos = _byte_level(key, pre), pre in _LLAMA3_LIKE
+    elif kind == "llama":
+        backend, adds_bos = _sentencepiece(key), True
+    else:
+        raise GGUFError(f"key 'tokenizer.ggml.model' is {kind!r}; supported: 'gpt2', 'llama'")
+    tokens, types = key("tokens"), key("token_type", ())
+    for special in (True, False):
+        wanted = _CONTROL if special else _USER_DEFINED
+        found = [text for text, type_ in zip(tokens, types, strict=False) if type_ == wanted]
+        backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in found])
+    for name in ("bos", "eos", "eot", "eom"):
+        if not 0 <= key(f"{name}_token_id", 0) < len(tokens):
+            raise GGUFError(
+                f"key 'tokenizer.ggml.{name}_token_id' is {key(f'{name}_token_id')}, of {len(tokens)} tokens"
+            )
+    ends = (key(f"{name}_token_id") for name in ("eos", "eot", "eom"))
+    return GGUFTokenizer(
+        backend,
+        bos=key("bos_token_id") if key("add_bos_token", adds_bos) else None,
+        ends=frozenset(end for end in ends if end is not None),
+        chat_template=metadata.get("tokenizer.chat_template"),
+    )
+
+
+def _byte_level(key: Callable[..., Any], pre: str | None) -> Tokenizer:
+    """Byte-level BPE (Radford et al. 2019); `pre` names how text is cut before merging."""
+    merges = [tuple(merge.split(" ", 1)) for merge in key("merges", ())]
+    vocab = {text: at for at, text in enumerate(key("tokens"))}
+    backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3_LIKE))
+    if pre in _GPT2_LIKE:
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    elif pre in _DIGITS_APART:
+        cut = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+        backend.pre_tokenizer = pre_tokenizers.Sequence(cut)
+    elif pre in _QWEN_LIKE or pre in _LLAMA3_LIKE:
+        numbers = r"\p{N}{1,3}" if pre in _LLAMA3_LIKE else r"\p{N}"
+        pattern = Regex("|".join((_CONTRACTIONS, _WORDS, numbers, _REST)))
+        bare = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), bare])
+        if pre in _QWEN_LIKE:
+            backend.normalizer = normalizers.NFC()
+    else:
+        known = ", ".join(map(repr, (*_GPT2_LIKE, *_DIGITS_APART, *_QWEN_LIKE, *_LLAMA3_LIKE)))
+        raise GGUFError(f"key 'tokenizer.ggml.pre' is {pre!r}; supported: {known}")
+    backend.decoder = decoders.ByteLevel()
+    return backend
+
+
+def _sentencepiece(key: Callable[..., Any]) -> Tokenizer:
+    """SentencePiece BPE with byte fallback: a pair is merged when it is a piece, the best score first."""
+    tokens, scores, types = key("tokens"), key("scores"), key("token_type", ())
+    if not isinstance(scores, list) or len(scores) != len(tokens):
+        raise GGUFError("key 'tokenizer.ggml.scores' does not have one score for each token")
+    vocab = {text: at for at, text in enumerate(tokens)}
+    control = {text for text, type_ in zip(tokens, types, strict=False) if type_ == _CONTROL}  # no text becomes one
+    ranked = sorted(
+        (-scores[at], vocab[text[:cut]], vocab[text[cut:]], text[:cut], text[cut:])
+        for text, at in vocab.items()
+        for cut in range(1, len(text) if text not in control else 0)
+        if text[:cut] in vocab and text[cut:] in vocab
+    )
+    backend = Tokenizer(
+        BPE(
+            vocab=vocab,
+            merges=[(left, right) for *_, left, right in ranked],
+            unk_token=tokens[key("unknown_token_id", 0)],
+            fuse_unk=True,
+            byte_fallback=True,
+        )
+    )
+    prefix = key("add_space_prefix", True)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first" if prefix else "never", split=False)
+    chain = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
+    backend.decoder = decoders.Sequence([*chain, decoders.Strip(" ", 1, 0)] if prefix else chain)
+    return backend

@@ -1,10 +1,10 @@
-"""A checkpoint directory or GGUF file -> config, weights, tokenizer. What is missing or odd is named in a CheckpointError."""
+"""A checkpoint directory or GGUF file -> config, weights, tokenizer. What is missing or odd is named in an error."""
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -22,6 +22,7 @@ from model.tokenizer import Tokenizer
 
 T = TypeVar("T")
 Part = Callable[[torch.Tensor], torch.Tensor]
+Names = dict[str, tuple[str, Part | None]]
 
 
 class CheckpointError(ValueError):
@@ -47,20 +48,12 @@ def load(
         config, path = ModelConfig.read(model), locate(model)
     except (ConfigError, StorageError) as error:
         raise CheckpointError(str(error)) from error
-    files: SafetensorsFiles | GGUFTensors
-    if path.is_dir():
-        files = SafetensorsFiles(path)
-        names = gpt2_names(files) if _json(path / "config.json")["model_type"] == "gpt2" else llama_names(files)
-    else:
-        files = GGUFTensors(path)
-        names = gguf_names(files, config)
-    tokenizer = load_tokenizer(path, config) if path.is_dir() else files.tokenizer()
-    weights = Renamed(files, names, progress)
+    weights, metadata = read_weights(path, config, progress)
+    tokenizer = load_tokenizer(path, config) if path.is_dir() else gguf_tokenizer(path, metadata, config)
     try:
         decoder = Decoder(config, weights, storage, device, max_context)
     except WeightError as error:
-        name = weights.own_name(error.tensor)
-        raise CheckpointError(f"{files.path_of(name)}: tensor {name!r} {error.problem}") from error
+        raise weights.told(error) from error
     return Checkpoint(_name(model, path), config, decoder, tokenizer)
 
 
@@ -111,6 +104,9 @@ class SafetensorsFiles(Mapping[str, torch.Tensor]):
         tensor: torch.Tensor = _named(path, lambda: handle.get_tensor(name))
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._where  # Mapping's own would read the tensor
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._where)
 
@@ -157,6 +153,9 @@ class GGUFTensors(Mapping[str, torch.Tensor]):
     def __getitem__(self, name: str) -> torch.Tensor:
         return _named(self._path, lambda: torch.from_numpy(self.file.read(name)))
 
+    def __contains__(self, name: object) -> bool:
+        return name in self.file.tensors
+
     def __iter__(self) -> Iterator[str]:
         return iter(self.file.tensors)
 
@@ -164,19 +163,23 @@ class GGUFTensors(Mapping[str, torch.Tensor]):
         return len(self.file.tensors)
 
 
-class Renamed(Mapping[str, torch.Tensor]):
+class Weights(Mapping[str, torch.Tensor]):
     """The tensors of a file under the decoder's names. `names`: ours -> (the file's own, which part of it is ours)."""
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], names: Names, progress: Progress | None) -> None:
+    def __init__(
+        self, tensors: SafetensorsFiles | GGUFTensors, scheme: Scheme, names: Names, progress: Progress | None
+    ) -> None:
         self._tensors = tensors
+        self._scheme = scheme
         self._names = names
         self._progress = progress
         self._read: set[str] = set()
         self._bytes = 0
 
-    def own_name(self, name: str) -> str:
-        """The file's own name of a tensor, for messages."""
-        return self._names[name][0] if name in self._names else name
+    def told(self, error: WeightError) -> CheckpointError:
+        """The error with the file, and the tensor as the file spells it."""
+        own = self._names[error.tensor][0] if error.tensor in self._names else self._scheme.spell(error.tensor)
+        return CheckpointError(f"{self._tensors.path_of(own)}: tensor {own!r} {error.problem}")
 
     def __getitem__(self, name: str) -> torch.Tensor:
         own, part = self._names[name]
@@ -189,6 +192,9 @@ class Renamed(Mapping[str, torch.Tensor]):
             self._progress(len(self._read), len(self._names), self._bytes)
         return tensor
 
+    def __contains__(self, name: object) -> bool:
+        return name in self._names
+
     def __iter__(self) -> Iterator[str]:
         return iter(self._names)
 
@@ -196,50 +202,60 @@ class Renamed(Mapping[str, torch.Tensor]):
         return len(self._names)
 
 
-Names = dict[str, tuple[str, Part | None]]
 _BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")  # derived values that older files carry
 
 
-def llama_names(tensors: Mapping[str, torch.Tensor]) -> Names:
-    """Llama, Mistral and Qwen files use the decoder's own names."""
-    return {name: (name, None) for name in tensors if not _BUFFERS.search(name)}
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """How a kind of file spells the decoder's modules; those of block N stand behind `block` with N in it."""
+
+    block: str
+    modules: Mapping[str, str]  # the file's name -> ours
+    fused: str = ""  # q, k and v in one
+
+    def names(self, tensors: Iterable[str], part: Callable[[str, str, int], Part | None]) -> Names:
+        """Of all tensors. part(module, kind, third) is what to take of one; an unknown module keeps its name."""
+        names: Names = {}
+        for own in tensors:
+            if _BUFFERS.search(own):
+                continue
+            module, _, kind = own.removeprefix("transformer.").rpartition(".")
+            block = re.fullmatch(self.block.format(r"(\d+)") + "(.+)", module)
+            at, module = (f"model.layers.{block[1]}.", block[2]) if block else ("", module)
+            ours = [f"self_attn.{letter}_proj" for letter in "qkv"] if module == self.fused else [self._ours(module)]
+            for third, name in enumerate(ours):
+                names[f"{at}{name}.{kind}"] = (own, part(module, kind, third))
+        return names
+
+    def _ours(self, module: str) -> str:
+        return self.modules.get(module, module)
+
+    def spell(self, name: str) -> str:
+        """The file's name for one of ours."""
+        module, _, kind = name.rpartition(".")
+        block = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
+        at, module = (self.block.format(block[1]), block[2]) if block else ("", module)
+        if self.fused and re.fullmatch(r"self_attn\.[qkv]_proj", module):
+            return f"{at}{self.fused}.{kind}"
+        own = {ours: own for own, ours in self.modules.items()}
+        return f"{at}{own.get(module, module)}.{kind}"
 
 
-_GPT2 = {
-    "wte": "model.embed_tokens",
-    "wpe": "model.embed_positions",
-    "ln_f": "model.norm",
-    "ln_1": "input_layernorm",
-    "attn.c_proj": "self_attn.o_proj",
-    "ln_2": "post_attention_layernorm",
-    "mlp.c_fc": "mlp.up_proj",
-    "mlp.c_proj": "mlp.down_proj",
-}
-_BLOCK = re.compile(r"h\.(\d+)\.(.+)")
-
-
-def gpt2_names(tensors: Mapping[str, torch.Tensor]) -> Names:
-    """GPT-2's names; its matrices are stored [in, out] (Conv1D), and q, k and v as one."""
-    names: Names = {}
-    for own in tensors:
-        if _BUFFERS.search(own):
-            continue
-        module, _, kind = own.removeprefix("transformer.").rpartition(".")
-        block = _BLOCK.fullmatch(module)
-        at, module = (f"model.layers.{block[1]}.", block[2]) if block else ("", module)
-        matrix = kind == "weight" and block and "ln_" not in module
-        if module == "attn.c_attn":
-            for part, letter in enumerate("qkv"):
-                names[f"{at}self_attn.{letter}_proj.{kind}"] = (own, _column(part))
-        else:
-            names[f"{at}{_GPT2.get(module, module)}.{kind}"] = (own, torch.t if matrix else None)
-    return names
-
-
-def _column(part: int) -> Part:
-    return lambda tensor: tensor.t().chunk(3)[part]  # [E, 3E] -> [E, E]; [3E] -> [E]
-
-
+LLAMA = Scheme("model.layers.{}.", {})  # Llama, Mistral and Qwen files use the decoder's own names
+GPT2 = Scheme(
+    "h.{}.",
+    {
+        "wte": "model.embed_tokens",
+        "wpe": "model.embed_positions",
+        "ln_f": "model.norm",
+        "ln_1": "input_layernorm",
+        "attn.c_proj": "self_attn.o_proj",
+        "ln_2": "post_attention_layernorm",
+        "mlp.c_fc": "mlp.up_proj",
+        "mlp.c_proj": "mlp.down_proj",
+    },
+    fused="attn.c_attn",
+)
 _GGUF = {
     "token_embd": "model.embed_tokens",
     "position_embd": "model.embed_positions",
@@ -257,61 +273,104 @@ _GGUF = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-_GGUF_BLOCK = re.compile(r"blk\.(\d+)\.(.+)")
 
 
-def gguf_names(tensors: GGUFTensors, config: ModelConfig) -> Names:
-    """GGUF's names. Files of the llama architecture hold q and k in the order of rotated pairs (0, 1), (2, 3), ..."""
-    paired = tensors.file.metadata["general.architecture"] == "llama"
-    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads}
-    names: Names = {}
-    for own in tensors:
-        module, _, kind = own.rpartition(".")
-        block = _GGUF_BLOCK.fullmatch(module)
-        at, module = (f"model.layers.{block[1]}.", block[2]) if block else ("", module)
+def _gpt2_part(module: str, kind: str, third: int) -> Part | None:
+    """Matrices are stored [in, out] (Conv1D)."""
+    if module == GPT2.fused:
+        return lambda tensor: tensor.t().chunk(3)[third]  # [E, 3E] -> [E, E]; [3E] -> [E]
+    return torch.t if "." in module and kind == "weight" else None
+
+
+def _gguf_part(arch: str, config: ModelConfig) -> Callable[[str, str, int], Part | None]:
+    """Files of the llama architecture hold the rows of q and k in rotated pairs (0, 1), (2, 3), ..."""
+    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if arch == "llama" else {}
+
+    def part(module: str, kind: str, third: int) -> Part | None:
         if module == "attn_qkv":
-            for part, letter in enumerate("qkv"):
-                names[f"{at}self_attn.{letter}_proj.{kind}"] = (own, _third(part))
-        else:
-            part = _halves(heads[module]) if paired and module in heads else None
-            names[f"{at}{_GGUF.get(module, module)}.{kind}"] = (own, part)
-    return names
+            return lambda tensor: tensor.chunk(3)[third]  # [3E, E] -> [E, E]; [3E] -> [E]
+        return _halves(heads[module]) if module in heads else None
 
-
-def _third(part: int) -> Part:
-    return lambda tensor: tensor.chunk(3)[part]  # [3E, E] -> [E, E]; [3E] -> [E]
+    return part
 
 
 def _halves(heads: int) -> Part:
     """Rows of each head from pairs (2i, 2i + 1) to pairs (i, i + D/2)."""
 
     def reordered(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.shape[0] % (2 * heads):
+            return tensor  # of a wrong shape, as will be said
         pairs = tensor.unflatten(0, (heads, -1, 2))  # [heads, D/2, 2, ...]
         return pairs.transpose(1, 2).flatten(0, 2)  # [heads x D, ...]
 
     return reordered
 
 
+def read_weights(path: Path, config: ModelConfig, progress: Progress | None) -> tuple[Weights, dict[str, Any]]:
+    """The weights of a directory or GGUF file by the decoder's names, none read yet; and the file's own metadata."""
+    if path.is_file():
+        tensors = GGUFTensors(path)
+        metadata = tensors.file.metadata
+        arch = metadata["general.architecture"]
+        scheme = Scheme("blk.{}.", _GGUF, "attn_qkv" if arch == "gpt2" else "")
+        return Weights(tensors, scheme, scheme.names(tensors, _gguf_part(arch, config)), progress), metadata
+    files, raw = SafetensorsFiles(path), _json(path / "config.json")
+    scheme = GPT2 if raw["model_type"] == "gpt2" else LLAMA
+    part = _gpt2_part if scheme is GPT2 else lambda module, kind, third: None
+    return Weights(files, scheme, scheme.names(files, part), progress), raw
+
+
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     """tokenizer.json, with BOS, the stop ids and the chat template from the files beside it."""
     path = directory / "tokenizer.json"
     backend = _named(path, lambda: tokenizers.Tokenizer.from_file(str(path)))
-    if backend.get_vocab_size(with_added_tokens=True) > config.vocab_size:
-        raise CheckpointError(
-            f"{path}: {backend.get_vocab_size(with_added_tokens=True)} tokens, but the model has {config.vocab_size}"
-        )
     settings = _json(directory / "tokenizer_config.json", optional=True)
-    generation = _json(directory / "generation_config.json", optional=True)
-    raw = _json(directory / "config.json")
     stops: set[int] = set()
-    for source in (raw, generation):
-        ids = source.get("eos_token_id")
-        stops.update(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    for name in ("config.json", "generation_config.json"):
+        ids = _json(directory / name, optional=True).get("eos_token_id")
+        ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
+        for end in ids:
+            if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < config.vocab_size:
+                raise CheckpointError(f"{directory / name}: 'eos_token_id' has {end!r}, of {config.vocab_size} tokens")
+        stops.update(ids)
     eos = _special(settings.get("eos_token"), backend)
     if eos is not None:
         stops.add(eos)
     bos = _special(settings.get("bos_token"), backend) if _adds_bos(backend) else None
-    return Tokenizer(backend, bos_id=bos, stop_ids=stops, chat_template=settings.get("chat_template"))
+    return _tokenizer(path, backend, config, bos, stops, _chat_template(directory, settings))
+
+
+def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
+    """A file of its own, as newer checkpoints have it, else from tokenizer_config.json: one, or several by name."""
+    path = directory / "chat_template.jinja"
+    if path.exists():
+        return _named(path, path.read_text)
+    said = settings.get("chat_template")
+    if isinstance(said, list):
+        said = {entry.get("name"): entry.get("template") for entry in said if isinstance(entry, dict)}.get("default")
+    if said is not None and not isinstance(said, str):
+        raise CheckpointError(f"{directory / 'tokenizer_config.json'}: 'chat_template' is no text")
+    return said
+
+
+def gguf_tokenizer(path: Path, metadata: Mapping[str, Any], config: ModelConfig) -> Tokenizer:
+    """The tokenizer that stands in the metadata of a GGUF file."""
+    found = _named(path, lambda: read_tokenizer(metadata))
+    return _tokenizer(path, found.backend, config, found.bos, found.ends, found.chat_template)
+
+
+def _tokenizer(
+    path: Path,
+    backend: tokenizers.Tokenizer,
+    config: ModelConfig,
+    bos: int | None,
+    stops: Iterable[int],
+    template: str | None,
+) -> Tokenizer:
+    tokens = backend.get_vocab_size(with_added_tokens=True)
+    if tokens > config.vocab_size:
+        raise CheckpointError(f"{path}: {tokens} tokens, but the model has {config.vocab_size}")
+    return _named(path, lambda: Tokenizer(backend, bos_id=bos, stop_ids=stops, chat_template=template))
 
 
 def _adds_bos(backend: tokenizers.Tokenizer) -> bool:
@@ -329,7 +388,10 @@ def _special(token: Any, backend: tokenizers.Tokenizer) -> int | None:
 def _json(path: Path, optional: bool = False) -> dict[str, Any]:
     if optional and not path.exists():
         return {}
-    return _named(path, lambda: dict(json.loads(path.read_text())))
+    value = _named(path, lambda: json.loads(path.read_text()))
+    if not isinstance(value, dict):
+        raise CheckpointError(f"{path}: it is no JSON object")
+    return value
 
 
 def _named(path: Path, read: Callable[[], T]) -> T:

@@ -13,6 +13,7 @@ import math
 import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
@@ -144,7 +145,10 @@ class ModelConfig:
 
                 file = GGUFFile(path)
                 return cls.from_hf(hf_config(file.metadata, file.tensors))
-            return cls.from_hf(dict(json.loads(path.read_text())))
+            raw = json.loads(path.read_text())
+            if not isinstance(raw, dict):
+                raise ConfigError("it is no JSON object")
+            return cls.from_hf(raw)
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from error
 
@@ -210,7 +214,13 @@ class _Keys:
                 raise self.wrong(key, "it changes the maths and is not supported")
         unknown = [self._inside + key for key in left if key not in _NEUTRAL]
         if unknown:
-            log.warning("config keys not known here, ignored: %s", ", ".join(unknown))
+            _warn_once(f"config keys not known here, ignored: {', '.join(unknown)}")
+
+
+@cache
+def _warn_once(message: str) -> None:
+    """A config is read for the plan and again to load it."""
+    log.warning(message)
 
 
 # Keys that change the maths in some model, and the values at which they do not.

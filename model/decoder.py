@@ -101,10 +101,12 @@ class Decoder:
         weights: Mapping[str, torch.Tensor],
         storage: Storage = "fp32",
         device: str = "cpu",
+        max_context: int | None = None,
     ) -> None:
         """weights: tensors under the names Llama has in Hugging Face files, read one at a time, all of them used.
 
-        Raises WeightError naming the tensor that is missing, too many, or of another shape than the config says.
+        max_context: no position from there on will come (default: the model's own). Raises WeightError naming the
+        tensor that is missing, too many, or of another shape than the config says.
         """
         take = _Weights(config, weights, storage, device)
         self.config = config
@@ -119,7 +121,7 @@ class Decoder:
             positions = take.tensor("model.embed_positions.weight", config.max_context, config.width)
             self.positions = positions.to(self.device, stored, copy=True)  # [max_context, E]
         factors = take.optional("rope_freqs.weight", config.head_dim // 2) if config.rope else None
-        cos, sin = rope_table(config, config.max_context, factors)  # [max_context, D/2]
+        cos, sin = rope_table(config, max_context or config.max_context, factors)  # [max_context, D/2]
         self.cos, self.sin = cos.to(self.device), sin.to(self.device)
         self.blocks = [take.block(layer) for layer in range(config.num_layers)]
         self.norm = take.norm("model.norm", config.width)

@@ -73,9 +73,7 @@ class GGUFFile:
         if not isinstance(alignment, int) or alignment < 1:
             raise GGUFError(f"key 'general.alignment' is {alignment!r}")
         data = -(-self._at // alignment) * alignment
-        self.tensors = {
-            name: self._located(name, data, shape, kind, offset) for name, shape, kind, offset in infos
-        }
+        self.tensors = {name: self._located(name, data, shape, kind, offset) for name, shape, kind, offset in infos}
         if len(self.tensors) != len(infos):
             raise GGUFError("two tensors have the same name")
 

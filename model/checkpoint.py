@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,22 +64,27 @@ def _name(model: str, path: Path) -> str:
 
 
 class Progress:
-    """Tells how far loading has come: a line that moves on a terminal, else a line each quarter."""
+    """Tells how far loading has come: a line that moves on a terminal, else a line each quarter.
 
-    def __init__(self, out: TextIO) -> None:
+    Says nothing for the first `quiet_s` seconds: what is small is loaded by then.
+    """
+
+    def __init__(self, out: TextIO, quiet_s: float = 1.0) -> None:
         self._out = out
         self._moves = out.isatty()
+        self._from = time.monotonic() + quiet_s
         self._next = 0.0
 
     def __call__(self, done: int, total: int, read_bytes: int) -> None:
         """`done` of `total` tensors have been read, `read_bytes` in all as they came out of the file."""
-        share = done / total
+        if time.monotonic() < self._from:
+            return
+        said = f"loading weights: {done}/{total} tensors, {size(read_bytes)}"
         if self._moves:
-            end = "\n" if done == total else ""
-            print(f"\rloading weights: {done}/{total} tensors, {size(read_bytes)}", end=end, file=self._out, flush=True)
-        elif share >= self._next or done == total:
-            self._next = share + 0.25
-            print(f"loading weights: {done}/{total} tensors, {size(read_bytes)}", file=self._out, flush=True)
+            print(f"\r{said}", end="\n" if done == total else "", file=self._out, flush=True)
+        elif done / total >= self._next or done == total:
+            self._next = done / total + 0.25
+            print(said, file=self._out, flush=True)
 
 
 class SafetensorsFiles(Mapping[str, torch.Tensor]):

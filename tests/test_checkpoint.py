@@ -262,7 +262,7 @@ class TestWhereModelsComeFrom:
 
 def test_loading_tells_how_far_it_has_come(tmp_path: Path) -> None:
     out = io.StringIO()
-    load(str(random_llama(tmp_path)), "fp32", progress=Progress(out))
+    load(str(random_llama(tmp_path)), "fp32", progress=Progress(out, quiet_s=0))
     lines = out.getvalue().splitlines()
     assert 3 <= len(lines) <= 6 and lines[-1].startswith("loading weights: 21/21 tensors, ")
 
@@ -271,5 +271,8 @@ def test_loading_tells_how_far_it_has_come(tmp_path: Path) -> None:
             return True
 
     screen = Terminal()
-    load(str(tmp_path), "fp32", progress=Progress(screen))
+    load(str(tmp_path), "fp32", progress=Progress(screen, quiet_s=0))
     assert screen.getvalue().count("\r") == 21 and screen.getvalue().count("\n") == 1
+    quick = io.StringIO()
+    load(str(tmp_path), "fp32", progress=Progress(quick, quiet_s=60))
+    assert quick.getvalue() == ""

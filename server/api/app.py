@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
@@ -13,7 +14,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from model.checkpoint import load
+from model.checkpoint import Progress, load
 from model.kv_pool import KVPool
 from server.api import generate, operations
 from server.api.door import Door
@@ -41,7 +42,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
     use_threads(threads)
     if not layout.rows_that_fit(plan.pool_bytes):
         raise ValueError("; ".join(plan.advice))
-    checkpoint = load(settings.model, settings.weights)
+    progress = Progress(sys.stderr)
+    checkpoint = load(settings.model, settings.weights, max_context=layout.max_context, progress=progress)
     pool = KVPool(layout, settings.slots)
     pool.prove(plan.pool_bytes)
     metrics = Metrics(checkpoint.name)

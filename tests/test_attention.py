@@ -73,7 +73,7 @@ def test_the_kernel_equals_the_textbook_form_on_each_slot(heads: int, kv_heads: 
     q = torch.randn(4, heads, 16, generator=generator)
     out = torch.empty_like(q)
     scale = np.float32(1 / math.sqrt(16))
-    attend_rows(q.numpy(), pool.numpy(), np.array(slots), np.array(positions), 1, scale, out.numpy())
+    attend_rows(q.numpy(), pool.numpy(), np.array(slots), np.array(positions), 1, scale, 40, out.numpy())
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         for head in range(heads):
             kv = head // (heads // kv_heads)  # neighbouring query heads share a kv head
@@ -89,10 +89,10 @@ def test_a_row_has_the_same_bits_whatever_is_computed_beside_it() -> None:
     slots = np.arange(33) % 9
     positions = np.arange(33) * 7 % 64
     together, scale = np.empty_like(q), np.float32(0.2)
-    attend_rows(q, pool, slots, positions, 0, scale, together)
+    attend_rows(q, pool, slots, positions, 0, scale, 64, together)
     for row in range(33):
         alone = np.empty_like(q[:1])
-        attend_rows(q[row : row + 1].copy(), pool, slots[row : row + 1], positions[row : row + 1], 0, scale, alone)
+        attend_rows(q[row : row + 1].copy(), pool, slots[row : row + 1], positions[row : row + 1], 0, scale, 64, alone)
         assert (alone[0] == together[row]).all()
 
 
@@ -100,5 +100,28 @@ def test_rows_past_the_position_are_never_read() -> None:
     pool = np.full((1, 1, 2, 1, 8, 4), np.nan, np.float32)
     pool[0, 0, :, 0, :3] = 1.0
     out = np.empty((1, 1, 4), np.float32)
-    attend_rows(np.ones((1, 1, 4), np.float32), pool, np.array([0]), np.array([2]), 0, np.float32(0.5), out)
+    attend_rows(np.ones((1, 1, 4), np.float32), pool, np.array([0]), np.array([2]), 0, np.float32(0.5), 8, out)
     assert out.tolist() == [[[1.0, 1.0, 1.0, 1.0]]]
+
+
+def test_neighbouring_rows_of_one_sequence_have_the_bits_of_each_alone() -> None:
+    """Rows of a chunk share the transposed keys; a window makes each begin elsewhere."""
+    generator = torch.Generator().manual_seed(6)
+    pool = torch.randn(1, 1, 2, 2, 200, 24, generator=generator).numpy()
+    q = torch.randn(70, 6, 24, generator=generator).numpy()
+    slots, positions, scale = np.zeros(70, np.int64), np.arange(100, 170), np.float32(0.2)
+    for window in (200, 13):
+        together, alone = np.empty_like(q), np.empty_like(q)
+        attend_rows(q, pool, slots, positions, 0, scale, window, together)
+        for row in range(70):
+            one = slice(row, row + 1)
+            attend_rows(q[one].copy(), pool, slots[one], positions[one], 0, scale, window, alone[one])
+        assert (alone == together).all()
+
+
+def test_nan_in_a_key_is_not_smoothed_over() -> None:
+    pool = np.ones((1, 1, 2, 1, 8, 4), np.float32)
+    pool[0, 0, 0, 0, 1] = np.nan
+    out = np.empty((1, 1, 4), np.float32)
+    attend_rows(np.ones((1, 1, 4), np.float32), pool, np.array([0]), np.array([2]), 0, np.float32(0.5), 8, out)
+    assert np.isnan(out).all()

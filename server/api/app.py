@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import sys
 import time
@@ -54,6 +55,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
     began = time.monotonic()
     runner.warm_up()  # once more, for its time
     one_row_s = time.monotonic() - began
+    gc.collect()
+    gc.freeze()  # the libraries' objects live for ever: a full collection over them would stop every stream
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

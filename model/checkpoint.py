@@ -343,7 +343,13 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     if eos is not None:
         stops.add(eos)
     bos = _special(settings.get("bos_token"), backend) if _adds_bos(backend) else None
-    return _tokenizer(path, backend, config, bos, stops, _chat_template(directory, settings))
+    names = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        token = settings.get(name)
+        content = token.get("content") if isinstance(token, dict) else token
+        if isinstance(content, str):
+            names[name] = content
+    return _tokenizer(path, backend, config, bos, stops, _chat_template(directory, settings), names)
 
 
 def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
@@ -362,7 +368,7 @@ def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
 def gguf_tokenizer(path: Path, metadata: Mapping[str, Any], config: ModelConfig) -> Tokenizer:
     """The tokenizer that stands in the metadata of a GGUF file."""
     found = _named(path, lambda: read_tokenizer(metadata))
-    return _tokenizer(path, found.backend, config, found.bos, found.ends, found.chat_template)
+    return _tokenizer(path, found.backend, config, found.bos, found.ends, found.chat_template, found.names)
 
 
 def _tokenizer(
@@ -372,11 +378,12 @@ def _tokenizer(
     bos: int | None,
     stops: Iterable[int],
     template: str | None,
+    names: Mapping[str, str],
 ) -> Tokenizer:
     tokens = backend.get_vocab_size(with_added_tokens=True)
     if tokens > config.vocab_size:
         raise CheckpointError(f"{path}: {tokens} tokens, but the model has {config.vocab_size}")
-    return _named(path, lambda: Tokenizer(backend, bos_id=bos, stop_ids=stops, chat_template=template))
+    return _named(path, lambda: Tokenizer(backend, bos_id=bos, stop_ids=stops, chat_template=template, names=names))
 
 
 def _adds_bos(backend: tokenizers.Tokenizer) -> bool:

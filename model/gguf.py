@@ -259,6 +259,7 @@ class GGUFTokenizer:
     bos: int | None
     ends: frozenset[int]
     chat_template: str | None
+    names: dict[str, str]  # what a chat template calls them
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
@@ -281,7 +282,8 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
         wanted = _CONTROL if special else _USER_DEFINED
         found = [text for text, type_ in zip(tokens, types, strict=False) if type_ == wanted]
         backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in found])
-    for name in ("bos", "eos", "eot", "eom"):
+    named = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    for name in (*named, "eot", "eom"):
         if not 0 <= key(f"{name}_token_id", 0) < len(tokens):
             raise GGUFError(
                 f"key 'tokenizer.ggml.{name}_token_id' is {key(f'{name}_token_id')}, of {len(tokens)} tokens"
@@ -292,6 +294,9 @@ def read_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
         bos=key("bos_token_id") if key("add_bos_token", adds_bos) else None,
         ends=frozenset(end for end in ends if end is not None),
         chat_template=metadata.get("tokenizer.chat_template"),
+        names={
+            word: tokens[key(f"{name}_token_id")] for name, word in named.items() if key(f"{name}_token_id") is not None
+        },
     )
 
 

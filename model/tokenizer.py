@@ -5,16 +5,14 @@ from __future__ import annotations
 import codecs
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+from itertools import zip_longest
 from typing import Any
 
 import tokenizers
-from jinja2 import TemplateError
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-
-class ChatTemplateError(ValueError):
-    """A conversation that the model's template refuses, or a template that cannot be run."""
+from model.chat import ChatTemplateError, render
 
 
 class Tokenizer:
@@ -27,23 +25,79 @@ class Tokenizer:
         bos_id: int | None,
         stop_ids: Iterable[int],
         chat_template: str | None = None,
+        names: Mapping[str, str] | None = None,
     ) -> None:
-        backend.encode_special_tokens = True  # the text "<|eos|>" typed by a user is text, not the end
+        """`names`: what the chat template calls special tokens, such as bos_token. Raises ValueError for a tokenizer
+        whose tokens cannot be turned to text one by one."""
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
         self.bos_id = bos_id
         self.stop_ids = frozenset(stop_ids)
         self.chat_template = chat_template
+        self.names = dict(names or {})
         added = backend.get_added_tokens_decoder()
         self.special = {id: token.content for id, token in added.items() if token.special}
+        self._id_of = {content: id for id, content in self.special.items()}
+        contents = sorted(self._id_of, key=len, reverse=True)
+        self._special_text = re.compile("|".join(map(re.escape, contents)) or "(?!)")
+        self._special_starts = {name[:length] for name in contents for length in range(1, len(name))}
         self._byte_of, self._replaced, self.strips_space = _decoding(backend)
         self._pieces: dict[int, bytes] = {}
 
-    def encode(self, text: str) -> list[int]:
-        """Ids of a prompt, with exactly one BOS in front if the model has one."""
+    def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
+        """Ids of a prompt, with exactly one BOS in front if the model has one. "<|eos|>" typed by a user is text."""
         ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
-        return ids if self.bos_id is None else [self.bos_id, *ids]
+        if not self.special.keys().isdisjoint(ids):
+            ids = self._literal.encode(text, add_special_tokens=False).ids
+        return [self.bos_id, *ids] if add_bos and self.bos_id is not None else ids
+
+    @cached_property
+    def _literal(self) -> tokenizers.Tokenizer:
+        """The same tokenizer blind to special tokens; a copy is only made when a text has some."""
+        literal = tokenizers.Tokenizer.from_str(self.backend.to_str())
+        literal.encode_special_tokens = True
+        return literal
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+        """Ids of a conversation, up to where the assistant begins: special tokens come from the template only, and so
+        does BOS. Raises ChatTemplateError."""
+        mark = _unused_character(json.dumps([messages, variables, self.chat_template], ensure_ascii=False))
+        messages, variables = self._marked(messages, mark), self._marked(variables, mark)
+        text = self.render_chat(messages, **variables)
+        special = self._special_text.findall(text)
+        if mark not in text:
+            ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
+            if sum(id in self.special for id in ids) == len(special):
+                return ids
+        # a special token typed by a user: what is between the template's own ones is encoded as text alone
+        ids = []
+        for plain, name in zip_longest(self._special_text.split(text), special):
+            ids += self._literal.encode(plain.replace(mark, ""), add_special_tokens=False).ids
+            if name is not None:
+                ids.append(self._id_of[name])
+        return ids
+
+    def _marked(self, value: Any, mark: str) -> Any:
+        """`value` with a mark inside everything in its texts that is, or at the end could become, a special token."""
+        if isinstance(value, str):
+            value = self._special_text.sub(lambda match: match[0][0] + mark + match[0][1:], value)
+            end = value.rstrip()
+            longest = max(map(len, self._special_starts), default=0)
+            for begin in range(max(0, len(end) - longest), len(end)):
+                if end[begin:] in self._special_starts:
+                    return value[: begin + 1] + mark + value[begin + 1 :]
+            return value
+        if isinstance(value, Mapping):
+            return {key: self._marked(item, mark) for key, item in value.items()}
+        return [self._marked(item, mark) for item in value] if isinstance(value, list | tuple) else value
+
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+        """The prompt text of a conversation, up to where the assistant begins. Raises ChatTemplateError."""
+        if self.chat_template is None:
+            raise ChatTemplateError("this model has no chat template; use /v1/completions")
+        given = {"tools": None, "documents": None, "add_generation_prompt": True} | variables | self.names
+        return render(self.chat_template, {"messages": messages, **given})
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of all ids; special tokens leave none, or their names."""
@@ -75,21 +129,6 @@ class Tokenizer:
             symbol = symbol.replace(pattern, content)
         return symbol.encode()
 
-    def render_chat(self, messages: Sequence[dict[str, Any]]) -> str:
-        """The prompt text of a conversation, up to where the assistant begins. Raises ChatTemplateError."""
-        if self.chat_template is None:
-            raise ChatTemplateError("this model has no chat template")
-
-        def raise_exception(message: str) -> None:
-            raise ChatTemplateError(message)
-
-        environment = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True)
-        try:
-            template = environment.from_string(self.chat_template, {"raise_exception": raise_exception})
-            return template.render(messages=messages, add_generation_prompt=True, bos_token="")
-        except TemplateError as error:
-            raise ChatTemplateError(f"the chat template failed: {error}") from error
-
 
 def _decoding(backend: tokenizers.Tokenizer) -> tuple[dict[str, int], list[tuple[str, str]], bool]:
     """How symbols of the vocabulary become bytes, as the tokenizer's decoder says: the byte of each stand-in character
@@ -118,6 +157,11 @@ def byte_symbols() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
+
+
+def _unused_character(text: str) -> str:
+    """A private-use character that does not occur in `text`."""
+    return next(char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in text)
 
 
 class Detokenizer:

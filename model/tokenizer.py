@@ -14,6 +14,8 @@ import tokenizers
 
 from model.chat import ChatTemplateError, render
 
+_NONE: Mapping[str, Any] = {}
+
 
 class Tokenizer:
     """A tokenizers.Tokenizer with what serving needs beside it."""
@@ -59,12 +61,12 @@ class Tokenizer:
         literal.encode_special_tokens = True
         return literal
 
-    def encode_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> list[int]:
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = _NONE) -> list[int]:
         """Ids of a conversation, up to where the assistant begins: special tokens come from the template only, and so
         does BOS. Raises ChatTemplateError."""
         mark = _unused_character(json.dumps([messages, variables, self.chat_template], ensure_ascii=False))
         messages, variables = self._marked(messages, mark), self._marked(variables, mark)
-        text = self.render_chat(messages, **variables)
+        text = self.render_chat(messages, variables)
         special = self._special_text.findall(text)
         if mark not in text:
             ids: list[int] = self.backend.encode(text, add_special_tokens=False).ids
@@ -92,12 +94,12 @@ class Tokenizer:
             return {key: self._marked(item, mark) for key, item in value.items()}
         return [self._marked(item, mark) for item in value] if isinstance(value, list | tuple) else value
 
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = _NONE) -> str:
         """The prompt text of a conversation, up to where the assistant begins. Raises ChatTemplateError."""
         if self.chat_template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
-        given = {"tools": None, "documents": None, "add_generation_prompt": True} | variables | self.names
-        return render(self.chat_template, {"messages": messages, **given})
+        given = {"tools": None, "documents": None, "add_generation_prompt": True} | dict(variables) | self.names
+        return render(self.chat_template, given | {"messages": messages})
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of all ids; special tokens leave none, or their names."""

@@ -6,6 +6,7 @@ ApiError
 ├── Unprocessable     422  a field is wrong or unknown
 ├── NeverFits         422  could not be served even by an empty pool; carries the numbers
 ├── NotFound          404
+│   └── ModelNotFound 404  the model asked for is not the one served
 ├── MethodNotAllowed  405
 ├── BodyTimeout       408  the body did not come
 ├── BodyTooLarge      413
@@ -13,6 +14,8 @@ ApiError
 ├── Unavailable       503  draining, or the engine is dead; with Retry-After
 ├── SlowReader        in the stream: the client did not read for too long
 └── EngineFailure     500  or in the stream: the server's own fault
+
+Under /v1 a wrong field is 400 and not 422, as OpenAI's clients expect, and a prompt that does not fit has their code.
 """
 
 from __future__ import annotations
@@ -26,6 +29,7 @@ class ApiError(Exception):
     status = 500
     type = "server_error"
     code = "internal_error"
+    code_v1: str | None = None  # where OpenAI's API has another word for it
 
     def __init__(self, message: str, *, param: str | None = None, **numbers: Any) -> None:
         super().__init__(message)
@@ -33,9 +37,12 @@ class ApiError(Exception):
         self.param = param
         self.numbers = numbers
 
-    def body(self) -> dict[str, Any]:
-        form = {"message": self.message, "type": self.type, "param": self.param, "code": self.code}
-        return {"error": form | self.numbers}
+    def body(self, *, v1: bool = False) -> dict[str, Any]:
+        code = (v1 and self.code_v1) or self.code
+        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": code} | self.numbers}
+
+    def status_for(self, *, v1: bool) -> int:
+        return 400 if v1 and self.status == 422 else self.status
 
     def headers(self) -> dict[str, str]:
         seconds = self.numbers.get("retry_after_s")
@@ -59,10 +66,15 @@ class Unprocessable(ApiError):
 
 class NeverFits(ApiError):
     status, type, code = 422, "invalid_request_error", "never_fits"
+    code_v1 = "context_length_exceeded"
 
 
 class NotFound(ApiError):
     status, type, code = 404, "invalid_request_error", "not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
 
 
 class MethodNotAllowed(ApiError):

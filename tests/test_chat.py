@@ -83,7 +83,7 @@ def test_no_user_text_can_make_a_special_token_alone_or_with_its_neighbours(text
 
 def test_other_variables_reach_the_template_as_data() -> None:
     told = tokenizer("{{ style }}|{{ bos_token }}|{{ messages[0].content }}")
-    ids = told.encode_chat(user("x"), style="<|eos|>", bos_token="fake")
+    ids = told.encode_chat(user("x"), {"style": "<|eos|>", "bos_token": "fake", "messages": []})
     assert ids == [*b"<|eos|>|", BOS, *b"|x"]
 
 

@@ -17,7 +17,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from model.checkpoint import Progress, load
 from model.kv_pool import KVPool
-from server.api import generate, operations
+from server.api import generate, openai, operations
 from server.api.door import Door
 from server.api.life import Watch, tell_stats
 from server.api.service import Service, service_of
@@ -106,6 +106,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
             expose_headers=["X-Request-Id", "Retry-After"],
         )
     app.include_router(generate.router)
+    app.include_router(openai.router)
     app.include_router(operations.router)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
@@ -116,7 +117,8 @@ async def _api_error(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, ApiError)
     service_of(request).metrics.refused(error.code)
     request.state.error_code = error.code
-    return JSONResponse(error.body(), status_code=error.status, headers=error.headers())
+    v1 = request.url.path.startswith("/v1/")
+    return JSONResponse(error.body(v1=v1), status_code=error.status_for(v1=v1), headers=error.headers())
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:

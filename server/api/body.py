@@ -24,6 +24,10 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
 
+    @classmethod
+    def screen(cls, given: dict[str, Any]) -> None:
+        """Refuses what the fields alone cannot tell. Raises ApiError."""
+
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -69,7 +73,7 @@ class SamplingBody(Body):
             top_k=max(self.top_k, 0),
             top_p=self.top_p,
             min_p=self.min_p,
-            seed=secrets.randbits(53) if self.seed is None else self.seed,  # 53 bits survive JavaScript
+            seed=secrets.randbits(53) if self.seed is None else self.seed % 2**64,  # 53 bits survive JavaScript
             repetition_penalty=self.repetition_penalty,
             presence_penalty=self.presence_penalty,
             frequency_penalty=self.frequency_penalty,
@@ -163,6 +167,7 @@ def validate(value: Any, model: type[Model]) -> Model:
     if not isinstance(value, dict):
         raise Unprocessable(f"the body must be a JSON object, not {_kind(value)}")
     given = {key: field for key, field in value.items() if field is not None or key not in model.model_fields}
+    model.screen(given)
     try:
         return model.model_validate(given)  # null is the same as absent
     except ValidationError as error:
@@ -201,6 +206,26 @@ _SAID = {
     "too_long": "must have at most {max_length} entries, got {actual_length}",
     "literal_error": "must be {expected}",
 }
+
+
+def document(model: type[Body]) -> dict[str, Any]:
+    """The body in the OpenAPI document; routes read it themselves, so FastAPI cannot know it."""
+    schema = _inlined(model.model_json_schema())
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+
+
+def _inlined(schema: dict[str, Any]) -> Any:
+    """A JSON schema without references, which would point to nowhere inside the OpenAPI document."""
+    definitions = schema.pop("$defs", {})
+
+    def inline(value: Any) -> Any:
+        if isinstance(value, dict):
+            if "$ref" in value:
+                return inline(definitions[value["$ref"].removeprefix("#/$defs/")])
+            return {key: inline(item) for key, item in value.items()}
+        return [inline(item) for item in value] if isinstance(value, list) else value
+
+    return inline(schema)
 
 
 def _shown(name: str) -> str:

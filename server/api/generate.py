@@ -15,7 +15,7 @@ from pydantic import Field, field_validator
 
 from model.tokenizer import Tokenizer
 from server.api import sse
-from server.api.body import SamplingBody, read
+from server.api.body import SamplingBody, document, read
 from server.api.service import Service, request_id, service_of
 from server.api.stream import Delta, End, Piece, Silence, Stream, Wanted
 from server.engine.sequence import Started
@@ -55,12 +55,7 @@ class GenerateBody(SamplingBody):
         )
 
 
-@router.post(
-    "/generate",
-    openapi_extra={
-        "requestBody": {"required": True, "content": {"application/json": {"schema": GenerateBody.model_json_schema()}}}
-    },
-)
+@router.post("/generate", openapi_extra=document(GenerateBody))
 async def generate(request: Request) -> Response:
     """Streams what the model says to a prompt, or answers with one JSON object when `stream` is false."""
     service = service_of(request)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import dataclass, field
 
 from fastapi import Request
 
@@ -23,6 +24,7 @@ class Service:
     engine: Engine
     streams: Streams
     metrics: Metrics
+    started: int = field(default_factory=lambda: int(time.time()))
 
 
 def service_of(request: Request) -> Service:

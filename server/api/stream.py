@@ -349,14 +349,13 @@ class Wanted:
     stops: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    default_max_tokens: int = 128
     operation: str = "text_completion"  # or "chat": OpenTelemetry's gen_ai.operation.name
     arrived: float = field(default_factory=time.monotonic)
 
 
 class Streams:
     """All open streams. Decides at the door; hands the engine's events to whom they belong."""
-
-    DEFAULT_MAX_TOKENS = 128
 
     def __init__(
         self,
@@ -389,9 +388,9 @@ class Streams:
     async def open(self, wanted: Wanted) -> Stream:
         """Tokenises, refuses what can never fit or has no place to wait, registers, submits. Raises ApiError."""
         prompt = await self._ids(wanted.prompt)
-        self._check_ids("stop_token_ids", wanted.stop_token_ids)
-        self._check_ids("logit_bias", (id for id, _ in wanted.sampling.logit_bias))
-        max_tokens = self._max_tokens(len(prompt), wanted.max_tokens)
+        self.check_ids("stop_token_ids", wanted.stop_token_ids)
+        self.check_ids("logit_bias", (id for id, _ in wanted.sampling.logit_bias))
+        max_tokens = self._max_tokens(len(prompt), wanted.max_tokens, wanted.default_max_tokens)
         if wanted.sampling.min_tokens > max_tokens:
             told = f"min_tokens: {wanted.sampling.min_tokens} is more than max_tokens, which is {max_tokens}"
             raise Unprocessable(told, param="min_tokens")
@@ -457,7 +456,7 @@ class Streams:
 
     async def _ids(self, prompt: str | Sequence[int]) -> tuple[int, ...]:
         if not isinstance(prompt, str):
-            self._check_ids("prompt", prompt)
+            self.check_ids("prompt", prompt)
             ids: Sequence[int] = prompt
         elif len(prompt) > 4096:
             ids = await asyncio.to_thread(self.tokenizer.encode, prompt)  # a long text would stall the other streams
@@ -467,18 +466,18 @@ class Streams:
             raise Unprocessable("prompt: it has no tokens", param="prompt")
         return tuple(ids)
 
-    def _check_ids(self, field: str, ids: Iterable[int]) -> None:
+    def check_ids(self, field: str, ids: Iterable[int]) -> None:
         outside = next((id for id in ids if not 0 <= id < self.vocab_size), None)
         if outside is not None:
             raise Unprocessable(f"{field}: token id {outside} is not in 0..{self.vocab_size - 1}", param=field)
 
-    def _max_tokens(self, prompt_tokens: int, asked: int | None) -> int:
+    def _max_tokens(self, prompt_tokens: int, asked: int | None, default: int) -> int:
         """What was asked, or the default; refuses what neither the context nor the pool could ever hold."""
         ledger = self.engine.scheduler.ledger
         layout = ledger.layout
         context, pool_rows = layout.max_context, layout.rows_that_fit(ledger.budget_bytes)
         most = max(0, min(context - prompt_tokens, pool_rows - prompt_tokens + 1))
-        wanted = min(self.DEFAULT_MAX_TOKENS, most) if asked is None else asked
+        wanted = min(default, most) if asked is None else asked
         if 1 <= wanted <= most:
             return wanted
         needed = layout.committed(min(rows_max(prompt_tokens, max(wanted, 1)), 2**40))

@@ -1,0 +1,392 @@
+"""The OpenAI endpoints, asked by the real `openai` client over real sockets."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from checkpoints import EOS, random_llama
+from live import Live, serve
+
+from model.sampler import LogitsError, Sampled
+
+CHATML = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('the system message must come first') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+HELLO: list[Any] = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(scope="module")
+def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
+    directory = random_llama(tmp_path_factory.mktemp("models") / "chatty", seed=1)
+    names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": CHATML}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    with serve(model=str(directory), slots=8, weights="fp32") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client
+
+
+def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
+    (model,) = client.models.list().data
+    assert model.id == "chatty" and model.object == "model"
+    assert client.models.retrieve("chatty") == model
+    with pytest.raises(openai.NotFoundError) as caught:
+        client.models.retrieve("nope/7b")
+    assert caught.value.code == "model_not_found"
+
+
+def test_a_completion_is_what_generate_makes(client: openai.OpenAI, live: Live) -> None:
+    body = {"max_tokens": 30, "temperature": 1.3, "seed": 5}
+    answer = client.completions.create(model="chatty", prompt="once", **body)
+    native = live.generate("once", **body)
+    (choice,) = answer.choices
+    assert (choice.text, choice.finish_reason) == (native["choices"][0]["text"], native["choices"][0]["finish_reason"])
+    assert answer.object == "text_completion" and answer.model == "chatty" and answer.id.startswith("cmpl-")
+    assert answer.usage and answer.usage.prompt_tokens == 4
+    assert answer.usage.completion_tokens == native["usage"]["completion_tokens"]
+    assert answer.usage.total_tokens == 4 + answer.usage.completion_tokens
+    short = client.completions.create(model="chatty", prompt="x").usage
+    assert short and short.completion_tokens <= 16
+
+
+def test_a_streamed_completion_is_the_whole_one_in_parts(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {
+        "model": "chatty",
+        "prompt": ["a", "bc"],
+        "max_tokens": 30,
+        "seed": 5,
+        "n": 2,
+        "logprobs": 3,
+    }
+    whole = client.completions.create(**body)
+    chunks = list(client.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    *rest, last = chunks
+    assert last.choices == [] and last.usage == whole.usage
+    assert all(chunk.usage is None and chunk.choices for chunk in rest)
+    assert len({(chunk.id, chunk.created, chunk.model) for chunk in chunks}) == 1
+    text: dict[int, str] = defaultdict(str)
+    reasons: dict[int, list[str]] = defaultdict(list)
+    tokens: dict[int, list[str]] = defaultdict(list)
+    offsets: dict[int, list[int]] = defaultdict(list)
+    for chunk in rest:
+        (choice,) = chunk.choices
+        assert not reasons[choice.index], "nothing comes after the end"
+        text[choice.index] += choice.text
+        if choice.finish_reason:
+            reasons[choice.index].append(choice.finish_reason)
+        if choice.logprobs:
+            tokens[choice.index] += choice.logprobs.tokens or []
+            offsets[choice.index] += choice.logprobs.text_offset or []
+    assert [choice.index for choice in whole.choices] == [0, 1, 2, 3] == sorted(text)
+    for choice in whole.choices:
+        assert text[choice.index] == choice.text
+        assert reasons[choice.index] == [choice.finish_reason]
+        assert choice.logprobs and tokens[choice.index] == choice.logprobs.tokens
+        assert offsets[choice.index] == choice.logprobs.text_offset
+    assert len({choice.text for choice in whole.choices}) == 4
+
+
+def test_prompts_in_one_call_answer_as_if_asked_alone(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "chatty", "max_tokens": 12, "temperature": 0}
+    prompts = [f"prompt {number}" for number in range(10)]
+    together = client.completions.create(prompt=prompts, **body)
+    alone = [client.completions.create(prompt=prompt, **body) for prompt in prompts]
+    assert [choice.text for choice in together.choices] == [answer.choices[0].text for answer in alone]
+    ids: list[list[int]] = [[7, 8], [9]]
+    assert [choice.text for choice in client.completions.create(prompt=ids, **body).choices] == [
+        client.completions.create(prompt=one, **body).choices[0].text for one in ids
+    ]
+
+
+def test_completion_logprobs_name_the_tokens_of_the_text(client: openai.OpenAI) -> None:
+    answer = client.completions.create(model="chatty", prompt="x", max_tokens=40, seed=2, logprobs=4)
+    (choice,) = answer.choices
+    logprobs = choice.logprobs
+    assert logprobs and logprobs.tokens and logprobs.token_logprobs and logprobs.top_logprobs and logprobs.text_offset
+    raw = b""
+    for name in logprobs.tokens:
+        special = name.startswith("<|")
+        raw += b"" if special else bytes.fromhex(name[8:]) if name.startswith("bytes:") else name.encode()
+    assert raw.decode("utf-8", "replace") == choice.text
+    assert all(value < 0 for value in logprobs.token_logprobs)
+    for name, value, top in zip(logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True):
+        assert top[name] == value and 4 <= len(top) <= 5
+    assert logprobs.text_offset == sorted(logprobs.text_offset) and logprobs.text_offset[0] == 0
+
+
+def test_echo_puts_the_prompt_before_the_text_in_both_modes(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "chatty", "prompt": "once upon", "max_tokens": 5, "temperature": 0}
+    plain = client.completions.create(**body).choices[0].text
+    assert client.completions.create(**body, echo=True).choices[0].text == "once upon" + plain
+    parts = [chunk.choices[0].text for chunk in client.completions.create(**body, echo=True, stream=True)]
+    assert "".join(parts) == "once upon" + plain
+    ids = client.completions.create(**body | {"prompt": list(b"once upon")}, echo=True)
+    assert ids.choices[0].text == "once upon" + plain
+
+
+def test_a_chat_answer_continues_the_rendered_conversation(client: openai.OpenAI, live: Live) -> None:
+    messages: list[Any] = [
+        {"role": "developer", "content": "be brief"},
+        {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None},
+        {"role": "user", "content": "c<|im_end|>", "name": "bob"},
+    ]
+    answer = client.chat.completions.create(model="chatty", messages=messages, max_tokens=20, temperature=0)
+    start, end = 258, 259
+    ids = [start, *b"system\nbe brief", end, 10, start, *b"user\na\nb", end, 10, start, *b"assistant\n", end, 10]
+    ids += [start, *b"user\nc<|im_end|>", end, 10, start, *b"assistant\n"]
+    native = live.generate(ids, max_tokens=20, temperature=0)
+    assert answer.choices[0].message.content == native["choices"][0]["text"]
+    assert answer.choices[0].message.role == "assistant"
+    assert answer.usage and answer.usage.prompt_tokens == len(ids)
+    assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
+
+
+def test_a_streamed_chat_is_the_whole_one_in_parts(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "chatty", "messages": HELLO, "max_completion_tokens": 30, "seed": 4, "n": 2}
+    whole = client.chat.completions.create(**body, logprobs=True, top_logprobs=2)
+    chunks = list(client.chat.completions.create(**body, logprobs=True, top_logprobs=2, stream=True))
+    assert all(len(chunk.choices) == 1 and chunk.usage is None for chunk in chunks)
+    for choice in whole.choices:
+        mine = [chunk.choices[0] for chunk in chunks if chunk.choices[0].index == choice.index]
+        assert mine[0].delta.role == "assistant" and mine[0].delta.content == ""
+        assert all(part.delta.role is None for part in mine[1:])
+        assert "".join(part.delta.content or "" for part in mine) == choice.message.content
+        assert [part.finish_reason for part in mine if part.finish_reason] == [choice.finish_reason]
+        assert mine[-1].finish_reason and not mine[-1].delta.content
+        entries = [entry for part in mine if part.logprobs for entry in part.logprobs.content or []]
+        assert choice.logprobs and entries == choice.logprobs.content
+
+
+def test_bytes_of_chat_logprobs_join_to_the_content(client: openai.OpenAI) -> None:
+    for seed in range(5):
+        answer = client.chat.completions.create(
+            model="chatty", messages=HELLO, max_tokens=60, seed=seed, logprobs=True, top_logprobs=3
+        )
+        (choice,) = answer.choices
+        assert choice.logprobs and choice.logprobs.content and choice.message.content
+        raw = b"".join(bytes(entry.bytes or ()) for entry in choice.logprobs.content)
+        assert raw.decode("utf-8", "replace") == choice.message.content
+        assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
+
+
+def test_a_stop_string_is_in_neither_the_text_nor_the_logprobs(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "chatty", "prompt": "stop", "max_tokens": 60, "seed": 1, "logprobs": 0}
+    text = client.completions.create(**body).choices[0].text
+    marker = text[10:13]
+    (choice,) = client.completions.create(**body, stop=marker).choices
+    assert choice.text == text[: text.index(marker)] and choice.finish_reason == "stop"
+    assert choice.logprobs and all(offset < len(choice.text) for offset in choice.logprobs.text_offset or [])
+    streamed = list(client.completions.create(**body, stop=[marker], stream=True))
+    assert "".join(chunk.choices[0].text for chunk in streamed) == choice.text
+
+
+def test_an_end_token_at_once_is_an_empty_answer(client: openai.OpenAI) -> None:
+    body: dict[str, Any] = {"model": "chatty", "messages": HELLO, "logit_bias": {str(EOS): 100}}
+    answer = client.chat.completions.create(**body)
+    assert answer.choices[0].message.content == "" and answer.choices[0].finish_reason == "stop"
+    assert answer.usage and answer.usage.completion_tokens == 1
+    chunks = list(client.chat.completions.create(**body, stream=True, stream_options={"include_usage": True}))
+    assert [chunk.choices[0].finish_reason for chunk in chunks if chunk.choices] == [None, "stop"]
+    assert chunks[-1].usage == answer.usage
+
+
+def test_usage_is_told_on_request_only(client: openai.OpenAI, live: Live) -> None:
+    body: dict[str, Any] = {"model": "chatty", "max_tokens": 6, "ignore_eos": True}
+    plain = live.stream("x", "/v1/completions", **body)
+    assert all("usage" not in chunk and chunk["choices"] for chunk in plain)
+    each = live.stream("x", "/v1/completions", **body, stream_options={"continuous_usage_stats": True})
+    counts = [chunk["usage"]["completion_tokens"] for chunk in each]
+    assert counts == sorted(counts) and counts[-1] == 6
+    assert live.post("/v1/completions", prompt="x", **body, stream_options={"include_usage": True}).is_success
+
+
+def test_the_async_client_streams_many_at_once(live: Live) -> None:
+    async def ask(client: openai.AsyncOpenAI, number: int) -> str:
+        stream = await client.chat.completions.create(
+            model="chatty",
+            messages=[{"role": "user", "content": f"number {number}"}],
+            max_tokens=20,
+            temperature=0,
+            stream=True,
+        )
+        return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
+
+    async def all_of_them() -> list[str]:
+        async with openai.AsyncOpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0) as client:
+            alone = [await ask(client, number) for number in range(4)]
+            together = await asyncio.gather(*(ask(client, number) for number in range(4)))
+            assert together == alone
+            return alone
+
+    assert len(set(asyncio.run(all_of_them()))) == 4
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"temperature": -1}, "temperature"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"max_tokens": -1}, "max_tokens"),
+        ({"n": 200}, "n"),
+        ({"best_of": 3}, "best_of"),
+        ({"suffix": "x"}, "suffix"),
+        ({"prompt": []}, "prompt"),
+        ({"prompt": ["a", 1]}, "prompt"),
+        ({"prompt": [264]}, "prompt"),
+        ({"prompt": [[1], []]}, "prompt"),
+        ({"prompt": ["a"] * 65}, "prompt"),
+        ({"echo": True, "logprobs": 1}, "echo"),
+        ({"logprobs": 21}, "logprobs"),
+        ({"stop": ["", "c"]}, "stop.0"),
+        ({"stream_options": 5}, "stream_options"),
+        ({"guided_json": {}}, "guided_json"),
+        ({"logit_bias": {"999": 1}}, "logit_bias"),
+    ],
+)
+def test_a_wrong_completion_field_is_a_bad_request_naming_it(
+    client: openai.OpenAI, change: dict[str, Any], param: str
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.completions.create(**{"model": "chatty", "prompt": "x"}, extra_body=change)
+    assert caught.value.param == param and caught.value.type == "invalid_request_error"
+    assert param.split(".")[0] in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("change", "param"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
+        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
+        ({"messages": [{"role": "user", "content": "x", "name": "a b"}]}, "messages.0.name"),
+        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
+        ({"messages": [*HELLO, {"role": "system", "content": "x"}]}, "messages"),
+        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tool_choice": "required"}, "tool_choice"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"logprobs": 3}, "logprobs"),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
+        ({"reasoning_effort": "high"}, "reasoning_effort"),
+        ({"modalities": ["audio"]}, "modalities"),
+        ({"store": True}, "store"),
+    ],
+)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_wrong_chat_field_is_a_bad_request_naming_it_before_the_stream(
+    client: openai.OpenAI, change: dict[str, Any], param: str, stream: bool
+) -> None:
+    with pytest.raises(openai.BadRequestError) as caught:
+        client.chat.completions.create(model="chatty", messages=HELLO, stream=stream, extra_body=change)
+    assert caught.value.param == param
+
+
+def test_what_asks_for_nothing_and_what_is_unknown_is_taken(client: openai.OpenAI) -> None:
+    harmless = {"best_of": 1, "suffix": "", "user": "me", "logprobs": None, "stop": None, "use_beam_search": False}
+    assert client.completions.create(model="chatty", prompt="x", extra_body=harmless | {"made_up": {"a": 1}})
+    harmless = {"tools": [], "tool_choice": "none", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}
+    assert client.chat.completions.create(model="chatty", messages=HELLO, max_tokens=2, extra_body=harmless)
+
+
+def test_errors_are_raised_as_the_right_classes(client: openai.OpenAI, live: Live) -> None:
+    with pytest.raises(openai.NotFoundError) as missing:
+        client.completions.create(model="m" * 10_000, prompt="x")
+    assert missing.value.code == "model_not_found" and len(missing.value.message) < 500
+    with pytest.raises(openai.BadRequestError) as long:
+        client.completions.create(model="chatty", prompt="x" * 300, max_tokens=10)
+    assert long.value.code == "context_length_exceeded"
+    assert long.value.body["max_context"] == 256 and long.value.body["prompt_tokens"] == 300  # type: ignore[index]
+    raw = httpx.post(live.url + "/v1/completions", content=b'{"prompt": "\\ud800"}')
+    assert raw.status_code == 400 and "surrogate" in raw.json()["error"]["message"]
+    response = httpx.post(live.url + "/v1/completions", content=b"x" * (2**20 + 1))
+    assert response.status_code == 413 and response.json()["error"]["code"] == "body_too_large"
+
+
+def test_the_client_comes_back_after_a_429_and_is_served(live: Live) -> None:
+    with serve(model=live.service.settings.model, slots=1, queue_limit=1) as small:
+        body = {"model": "chatty", "max_tokens": 60, "ignore_eos": True}
+        answers: list[int] = []
+
+        def occupy() -> None:
+            answers.append(small.post("/v1/completions", prompt="x", **body).status_code)
+
+        threads = [threading.Thread(target=occupy) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        end = time.monotonic() + 30
+        while len(small.service.streams) < 2:
+            assert time.monotonic() < end
+            time.sleep(0.001)
+        with openai.OpenAI(base_url=small.url + "/v1", api_key="none", max_retries=0) as impatient:
+            with pytest.raises(openai.RateLimitError) as caught:
+                impatient.completions.create(model="chatty", prompt="x", max_tokens=1)
+            assert caught.value.code == "queue_full" and int(caught.value.response.headers["retry-after"]) >= 1
+            patient = impatient.with_options(max_retries=20)
+            assert patient.completions.create(model="chatty", prompt="x", max_tokens=1).choices
+        for thread in threads:
+            thread.join()
+        assert answers == [200, 200]
+
+
+def test_an_error_after_the_stream_began_is_raised_by_the_client(
+    client: openai.OpenAI, live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(logits: Any, params: Any, choice: int, position: int, **_: Any) -> Sampled:
+        if position >= 6:
+            raise LogitsError("logits at position 6 are not finite")
+        return Sampled(65)
+
+    monkeypatch.setattr("server.engine.runner.sample", broken)
+    text = ""
+    with pytest.raises(openai.APIError, match="not finite") as caught:
+        for chunk in client.completions.create(model="chatty", prompt="xyz", max_tokens=20, stream=True):
+            text += chunk.choices[0].text
+    assert text == "AAA" and caught.value.code == "engine_failure"
+    with pytest.raises(openai.InternalServerError):
+        client.completions.create(model="chatty", prompt="xyz", max_tokens=20)
+    live.wait_idle()
+
+
+def test_tokenize_and_detokenize_are_inverse(live: Live) -> None:
+    tokens = live.post("/tokenize", prompt="hé🙂<|eos|>").json()
+    assert tokens == {"tokens": list("hé🙂<|eos|>".encode()), "count": 14, "max_model_len": 256}
+    assert live.post("/detokenize", tokens=tokens["tokens"]).json() == {"prompt": "hé🙂<|eos|>"}
+    assert live.post("/detokenize", tokens=[65, EOS, 263]).json() == {"prompt": "A<|eos|>"}
+    chat = live.post("/tokenize", messages=HELLO).json()["tokens"]
+    assert chat == [258, *b"user\nhello", 259, 10, 258, *b"assistant\n"]
+    for path, body in (
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": HELLO}),
+        ("/tokenize", {"prompt": 5}),
+        ("/detokenize", {"tokens": [264]}),
+        ("/detokenize", {"tokens": [True]}),
+        ("/detokenize", {"tokens": "x"}),
+    ):
+        assert live.post(path, **body).status_code == 422
+    assert live.post("/tokenize", prompt="x", model="nope").status_code == 404
+
+
+def test_a_closed_stream_of_many_prompts_frees_everything(live: Live) -> None:
+    body = {"prompt": ["a", "b", "c"], "max_tokens": 200, "stream": True, "n": 2, "ignore_eos": True}
+    with httpx.stream("POST", live.url + "/v1/completions", json=body) as response:
+        next(response.iter_raw())
+    live.wait_idle()
+    assert len(live.service.streams) == 0

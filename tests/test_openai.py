@@ -320,27 +320,30 @@ def test_errors_are_raised_as_the_right_classes(client: openai.OpenAI, live: Liv
     assert response.status_code == 413 and response.json()["error"]["code"] == "body_too_large"
 
 
-def test_the_client_comes_back_after_a_429_and_is_served(live: Live) -> None:
+def test_the_client_comes_back_after_a_429_and_is_served(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(model=live.service.settings.model, slots=1, queue_limit=1) as small:
-        body = {"model": "chatty", "max_tokens": 60, "ignore_eos": True}
+        body = {"model": "chatty", "prompt": "x", "max_tokens": 4}
+        runner, gate = small.service.engine.runner, threading.Event()
+        run = runner.run
+        monkeypatch.setattr(runner, "run", lambda step: (gate.wait(10), run(step))[1])
         answers: list[int] = []
-
-        def occupy() -> None:
-            answers.append(small.post("/v1/completions", prompt="x", **body).status_code)
-
-        threads = [threading.Thread(target=occupy) for _ in range(2)]
+        threads = [
+            threading.Thread(target=lambda: answers.append(small.post("/v1/completions", **body).status_code))
+            for _ in range(2)
+        ]
         for thread in threads:
             thread.start()
-        end = time.monotonic() + 30
+        end = time.monotonic() + 10
         while len(small.service.streams) < 2:
             assert time.monotonic() < end
             time.sleep(0.001)
         with openai.OpenAI(base_url=small.url + "/v1", api_key="none", max_retries=0) as impatient:
             with pytest.raises(openai.RateLimitError) as caught:
-                impatient.completions.create(model="chatty", prompt="x", max_tokens=1)
+                impatient.completions.create(**body)  # type: ignore[call-overload]
             assert caught.value.code == "queue_full" and int(caught.value.response.headers["retry-after"]) >= 1
+            threading.Timer(0.2, gate.set).start()
             patient = impatient.with_options(max_retries=20)
-            assert patient.completions.create(model="chatty", prompt="x", max_tokens=1).choices
+            assert patient.completions.create(**body).choices  # type: ignore[call-overload]
         for thread in threads:
             thread.join()
         assert answers == [200, 200]

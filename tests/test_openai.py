@@ -322,7 +322,7 @@ def test_errors_are_raised_as_the_right_classes(client: openai.OpenAI, live: Liv
 
 def test_the_client_comes_back_after_a_429_and_is_served(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(model=live.service.settings.model, slots=1, queue_limit=1) as small:
-        body = {"model": "chatty", "prompt": "x", "max_tokens": 150, "ignore_eos": True}
+        body = {"model": "chatty", "prompt": "x", "max_tokens": 40, "ignore_eos": True}
         runner, gate = small.service.engine.runner, threading.Event()
         run = runner.run
         monkeypatch.setattr(runner, "run", lambda step: (gate.wait(0.1), run(step))[1])  # slow until it opens

@@ -14,11 +14,11 @@ import tokenizers
 import torch
 from safetensors import safe_open
 
-from model.config import ConfigError, ModelConfig, locate
+from model.config import ConfigError, ModelConfig, Storage, locate
 from model.decoder import Decoder, WeightError
 from model.gguf import GGUFFile, read_tokenizer
 from model.kv_memory import size
-from model.linear import Storage, StorageError, check_storage
+from model.linear import StorageError, check_storage
 from model.tokenizer import Tokenizer
 
 T = TypeVar("T")

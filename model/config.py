@@ -21,6 +21,7 @@ TOY = Path(__file__).parent / "toy"
 log = logging.getLogger("tokenteller.model")
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
+Storage = Literal["fp32", "fp16", "bf16"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -110,29 +111,38 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights of the whole model, the head counted once when it is tied to the embedding."""
-        matrices, rest = self._weights()
-        return matrices + rest
+        head = 0 if self.tied_embeddings else self.vocab_size * self.width
+        products = sum(count * rows * columns for rows, columns, count in self._products())
+        return products + head + self._embedded() + self._vectors()
 
-    def weight_bytes(self, bytes_per_weight: int) -> int:
+    def weight_bytes(self, storage: Storage, packed: bool = False) -> int:
         """Bytes the weights take as served: matrices as stored, norms and biases in fp32.
 
-        A tied head is stored once in fp32, and again in its packed form where that is another one.
+        `packed` is fp16 on the CPU: FBGEMM fills up the columns of each product to a multiple of 512, and a tied head
+        stands there once more, beside the embedding.
         """
-        matrices, rest = self._weights()
-        again = self.vocab_size * self.width if self.tied_embeddings and bytes_per_weight < 4 else 0
-        return (matrices + again) * bytes_per_weight + rest * 4
+        head = (self.vocab_size, self.width, 0 if self.tied_embeddings and not packed else 1)
+        columns_of = (lambda columns: -(-columns // 512) * 512) if packed else (lambda columns: columns)
+        products = sum(count * rows * columns_of(columns) for rows, columns, count in (*self._products(), head))
+        return (products + self._embedded()) * (4 if storage == "fp32" else 2) + 4 * self._vectors()
 
-    def _weights(self) -> tuple[int, int]:
-        """Numbers in matrices (embeddings among them), and in norms and biases."""
+    def _products(self) -> tuple[tuple[int, int, int], ...]:
+        """Rows, columns and count of the layers' matrices, q, k and v in one, and gate and up."""
         e, h, k, d, m = self.width, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp_width
-        ups = 2 if self.gated_mlp else 1
+        shapes = ((h + 2 * k) * d, e), (e, h * d), ((2 if self.gated_mlp else 1) * m, e), (e, m)
+        return tuple((rows, columns, self.num_layers) for rows, columns in shapes)
+
+    def _embedded(self) -> int:
+        """Numbers in the embeddings of tokens and, where they are learned, positions."""
+        return (self.vocab_size + (0 if self.rope else self.max_context)) * self.width
+
+    def _vectors(self) -> int:
+        """Numbers in norms and biases."""
+        e, h, k, d, m = self.width, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp_width
         norm = e * (2 if self.norm == "layer" else 1)
-        layer = e * d * 2 * (h + k) + (ups + 1) * e * m
-        embeddings = (1 if self.tied_embeddings else 2) * self.vocab_size * e
-        positions = 0 if self.rope else self.max_context * e
-        biases = self.qkv_bias * (h + 2 * k) * d + self.out_bias * e + self.mlp_bias * (ups * m + e)
-        rest = 2 * norm + biases + self.qk_norm * 2 * d
-        return self.num_layers * layer + embeddings + positions, self.num_layers * rest + norm
+        biases = self.qkv_bias * (h + 2 * k) * d + self.out_bias * e
+        biases += self.mlp_bias * ((2 if self.gated_mlp else 1) * m + e)
+        return self.num_layers * (2 * norm + biases + self.qk_norm * 2 * d) + norm
 
     @classmethod
     def read(cls, model: str) -> ModelConfig:

@@ -13,9 +13,9 @@ import torch
 import torch.nn.functional as F
 
 from model.attention import Attention, Batch, rope_table
-from model.config import Activation, ModelConfig
+from model.config import Activation, ModelConfig, Storage
 from model.kv_pool import KVPool
-from model.linear import DTYPES, Linear, Storage, WeightRangeError, find_safe_rows
+from model.linear import DTYPES, Linear, find_safe_rows
 
 log = logging.getLogger("tokenteller.model")
 Norm = Callable[[torch.Tensor], torch.Tensor]
@@ -111,15 +111,11 @@ class Decoder:
         take = _Weights(config, weights, storage, device)
         self.config = config
         self.device = torch.device(device)
-        stored = DTYPES[storage]
-        embedding = take.tensor("model.embed_tokens.weight", config.vocab_size, config.width)
-        self.head = take.head(embedding)
-        self.embedding = embedding.to(self.device, stored, copy=True)  # [vocab, E]
-        del embedding
+        self.embedding = take.matrix("model.embed_tokens.weight", config.vocab_size, config.width)  # [vocab, E]
+        self.head = take.head(self.embedding)
         self.positions: torch.Tensor | None = None
         if config.rope is None:
-            positions = take.tensor("model.embed_positions.weight", config.max_context, config.width)
-            self.positions = positions.to(self.device, stored, copy=True)  # [max_context, E]
+            self.positions = take.matrix("model.embed_positions.weight", config.max_context, config.width)
         factors = take.optional("rope_freqs.weight", config.head_dim // 2) if config.rope else None
         cos, sin = rope_table(config, max_context or config.max_context, factors)  # [max_context, D/2]
         self.cos, self.sin = cos.to(self.device), sin.to(self.device)
@@ -138,6 +134,11 @@ class Decoder:
         for block in self.blocks:
             x = block(x, batch, pool, cos, sin)
         return self.head(self.norm(x[batch.sample_rows])).cpu()  # [S, vocab]
+
+    @property
+    def kv_dtype(self) -> torch.dtype:
+        """What K and V are kept in: fp32 on the CPU, on a GPU as the weights."""
+        return torch.float32 if self.device.type == "cpu" else self.embedding.dtype
 
     def linears(self) -> Iterator[Linear]:
         for block in self.blocks:
@@ -168,8 +169,15 @@ class _Weights:
             raise WeightError(name, f"has shape {list(tensor.shape)}; the config asks for {list(shape)}")
         if not tensor.dtype.is_floating_point:
             raise WeightError(name, f"holds {tensor.dtype}; weights are floating-point numbers")
+        half = self.storage == "fp16" and tensor.ndim > 1 and tensor.dtype != torch.float16
+        if half and (largest := float(tensor.abs().max())) > torch.finfo(torch.float16).max:
+            raise WeightError(name, f"holds {largest:g}, beyond fp16's 65,504; use --weights fp32")
         self.used.add(name)
         return tensor
+
+    def matrix(self, name: str, *shape: int) -> torch.Tensor:
+        """A copy as stored, in memory of our own."""
+        return self.tensor(name, *shape).to(self.device, DTYPES[self.storage], copy=True)
 
     def optional(self, name: str, *shape: int) -> torch.Tensor | None:
         return self.tensor(name, *shape) if name in self.tensors else None
@@ -187,32 +195,19 @@ class _Weights:
     def linear(self, columns: int, parts: Mapping[str, int], bias: bool) -> Linear:
         """Several weights [rows, columns] and their biases [rows] stacked into one product."""
         weights = [self.tensor(f"{name}.weight", rows, columns) for name, rows in parts.items()]
-        biases = [self.vector(f"{name}.bias", rows) for name, rows in parts.items()] if bias else None
-        weight = torch.cat(weights) if len(weights) > 1 else weights[0]
-        return self._stored(f"{next(iter(parts))}.weight", weight, torch.cat(biases) if biases else None)
+        biases = [self.vector(f"{name}.bias", rows) for name, rows in parts.items()] if bias else []
+        return Linear(torch.cat(weights), self.storage, torch.cat(biases) if biases else None, self.device)
 
     def head(self, embedding: torch.Tensor) -> Linear:
         """The output head. A file may carry a tied head again; if it is another matrix, the file is believed."""
-        shape = self.config.vocab_size, self.config.width
-        own = (
-            self.optional("lm_head.weight", *shape)
-            if self.config.tied_embeddings
-            else self.tensor("lm_head.weight", *shape)
-        )
-        if own is not None and self.config.tied_embeddings:
-            if torch.equal(own, embedding):
-                own = None
-            else:
-                log.warning("tensor 'lm_head.weight' differs from the embedding that the config ties it to; it is used")
-        if own is None:
-            return self._stored("model.embed_tokens.weight", embedding, None)
-        return self._stored("lm_head.weight", own, None)
-
-    def _stored(self, name: str, weight: torch.Tensor, bias: torch.Tensor | None) -> Linear:
-        try:
-            return Linear(weight, self.storage, bias, self.device)
-        except WeightRangeError as error:
-            raise WeightError(name, str(error)) from error
+        name, shape = "lm_head.weight", (self.config.vocab_size, self.config.width)
+        if not self.config.tied_embeddings:
+            return Linear(self.matrix(name, *shape), self.storage, None, self.device)
+        own = self.matrix(name, *shape) if name in self.tensors else None
+        if own is None or torch.equal(own, embedding):
+            return Linear(embedding, self.storage, None, self.device)
+        log.warning("tensor %r differs from the embedding that the config ties it to; it is used", name)
+        return Linear(own, self.storage, None, self.device)
 
     def block(self, layer: int) -> Block:
         c, at = self.config, f"model.layers.{layer}"

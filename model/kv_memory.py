@@ -1,7 +1,7 @@
 """The KV memory formula, what a sequence really commits of a paged pool, and the plan. Torch-free.
 
     kv_bytes_per_token = 2 (K and V) x num_layers x num_kv_heads x head_dim x bytes_per_element
-    kv_bytes(n)        = kv_bytes_per_token x n
+    kv_bytes(n)        = kv_bytes_per_token x n        (layers with a sliding window: min(n, window) rows)
 
 num_kv_heads equals num_heads for multi-head attention, 1 for multi-query, something in between for grouped-query
 (Shazeer 2019, "Fast Transformer Decoding"; Ainslie et al. 2023, "GQA").
@@ -12,7 +12,10 @@ from __future__ import annotations
 import math
 import mmap
 import os
+from bisect import bisect_right
+from collections import Counter
 from dataclasses import asdict, dataclass
+from functools import cache
 from typing import Any
 
 from model.config import ModelConfig
@@ -30,6 +33,8 @@ class KVLayout:
     """How K and V rows lie in memory. A lane is one (layer, K or V, kv head): the rows of one head, one after another.
 
     `paged`: memory follows the rows written, page by page. Not paged: every slot costs its full length.
+    `windows`: rows that a query of each layer may look at, its own counted; empty where no layer has one.
+    `chunk`: the most rows of one sequence that a step computes.
     """
 
     num_layers: int
@@ -38,10 +43,15 @@ class KVLayout:
     max_context: int
     bytes_per_element: int = 4
     paged: bool = True
+    windows: tuple[int | None, ...] = ()
+    chunk: int = 1
 
     @classmethod
-    def of(cls, config: ModelConfig, max_context: int, bytes_per_element: int = 4, paged: bool = True) -> KVLayout:
-        return cls(config.num_layers, config.num_kv_heads, config.head_dim, max_context, bytes_per_element, paged)
+    def of(
+        cls, config: ModelConfig, max_context: int, bytes_per_element: int = 4, paged: bool = True, chunk: int = 1
+    ) -> KVLayout:
+        shape = config.num_layers, config.num_kv_heads, config.head_dim
+        return cls(*shape, max_context, bytes_per_element, paged, config.windows, chunk)
 
     @property
     def lanes(self) -> int:
@@ -55,7 +65,7 @@ class KVLayout:
     @property
     def lane_bytes(self) -> int:
         """Address space of one lane, rounded up so that every lane starts on a page."""
-        return -(-self.max_context * self.row_bytes // PAGE_BYTES) * PAGE_BYTES
+        return self.lane_pages(self.max_context) * PAGE_BYTES
 
     @property
     def slot_bytes(self) -> int:
@@ -64,26 +74,65 @@ class KVLayout:
 
     @property
     def bytes_per_token(self) -> int:
+        """What a token adds, as long as no window is full."""
         return kv_bytes_per_token(self.num_layers, self.num_kv_heads, self.head_dim, self.bytes_per_element)
 
     def kv_bytes(self, rows: int) -> int:
-        """The formula: bytes of K and V in `rows` rows."""
-        return self.bytes_per_token * rows
+        """The formula: bytes of K and V in `rows` rows, of which a layer with a window keeps as many as that has."""
+        per_layer = self.bytes_per_token // self.num_layers
+        kept = sum(count * min(rows, window or rows) for window, count in _layers_by(self.windows, self.num_layers))
+        return per_layer * kept
 
     def committed(self, rows: int) -> int:
-        """Bytes the pool really takes for a sequence of `rows` rows: each lane rounded up to whole pages."""
+        """Bytes the pool really takes for a sequence of `rows` rows, in whole pages of each lane.
+
+        It never falls as rows grow. A lane with a window stops growing at the pages which the window and a chunk of
+        new rows can touch, for while a chunk is computed, its first row still looks at the whole window before it. So
+        this holds at every moment if no step computes more than `chunk` rows of one sequence, and `KVPool.make_way`
+        is told of each before.
+        """
         if rows <= 0:
             return 0
         if not self.paged:
             return self.slot_bytes
-        return self.lanes * (-(-rows * self.row_bytes // PAGE_BYTES) * PAGE_BYTES)
+        pages = self.lane_pages(rows)
+        if not self.windows:
+            return self.lanes * pages * PAGE_BYTES
+        layers = _layers_by(self.windows, self.num_layers)
+        total = sum(count * min(pages, self.window_pages(window)) for window, count in layers)
+        return total * 2 * self.num_kv_heads * PAGE_BYTES
+
+    def lane_pages(self, rows: int) -> int:
+        """Pages that `rows` rows from the beginning of a lane lie in."""
+        return -(-rows * self.row_bytes // PAGE_BYTES)
+
+    def window_pages(self, window: int | None) -> int:
+        """The most pages that a lane ever holds: those of the window and a chunk, wherever in a page they begin."""
+        whole = self.lane_pages(self.max_context)
+        return whole if window is None else min(whole, self.lane_pages(window + self.chunk - 1) + 1)
+
+    def pages_behind(self, window: int, rows: int) -> int:
+        """Pages at the beginning of a lane that a sequence of `rows` rows has given back."""
+        return max(0, self.lane_pages(rows) - self.window_pages(window))
+
+    def holds(self, computed: int, rows: int) -> bool:
+        """Whether a slot of `computed` rows still has all that a sequence going on after `rows` of them looks at."""
+
+        def seen(window: int | None) -> bool:
+            first = max(0, rows + 1 - window) * self.row_bytes if window else 0
+            return window is None or self.pages_behind(window, computed) * PAGE_BYTES <= first
+
+        return rows <= computed and all(map(seen, set(self.windows)))
 
     def rows_that_fit(self, pool_bytes: int) -> int:
         """The longest single sequence, in rows, whose committed bytes stay within `pool_bytes`."""
-        if not self.paged:
-            return self.max_context if pool_bytes >= self.slot_bytes else 0
-        pages_per_lane = pool_bytes // (self.lanes * PAGE_BYTES)
-        return min(self.max_context, pages_per_lane * PAGE_BYTES // self.row_bytes)
+        return bisect_right(range(1, self.max_context + 1), pool_bytes, key=self.committed)
+
+
+@cache
+def _layers_by(windows: tuple[int | None, ...], num_layers: int) -> tuple[tuple[int | None, int], ...]:
+    """(window, how many layers have it)."""
+    return tuple(Counter(windows or (None,) * num_layers).items())
 
 
 def rows_max(prompt_tokens: int, max_tokens: int) -> int:
@@ -113,6 +162,8 @@ class KVPlan:
     pool_bytes: int
     sequence_bytes: int
     paged: bool
+    windowed_layers: int
+    window: int | None
     fits: bool
     table: tuple[PlanRow, ...]
     advice: tuple[str, ...]
@@ -141,6 +192,8 @@ def plan(layout: KVLayout, *, slots: int, pool_bytes: int, weight_bytes: int) ->
         pool_bytes=pool_bytes,
         sequence_bytes=layout.committed(layout.max_context),
         paged=layout.paged,
+        windowed_layers=sum(window is not None for window in layout.windows),
+        window=max((window for window in layout.windows if window), default=None),
         fits=fits_rows >= layout.max_context,
         table=tuple(rows),
         advice=_advice(layout, pool_bytes, fits_rows),

@@ -29,23 +29,21 @@ class PoolMemoryError(MemoryError):
 class KVPool:
     """K and V of all slots. `kv` is the tensor above; `array` is the same memory for the compiled kernels."""
 
-    def __init__(self, layout: KVLayout, slots: int) -> None:
+    def __init__(self, layout: KVLayout, slots: int, device: str = "cpu", dtype: torch.dtype | None = None) -> None:
+        """dtype: of layout.bytes_per_element bytes. Raises PoolMemoryError."""
         self.layout = layout
         self.slots = slots
-        buffer = self._map() if layout.paged else None
-        self._buffer = buffer
-        dtype = _DTYPES[layout.bytes_per_element]
-        if buffer is None:
-            flat = torch.zeros(slots * layout.slot_bytes // layout.bytes_per_element, dtype=dtype)
-        else:
-            flat = torch.frombuffer(buffer, dtype=dtype)
+        dtype = dtype or _DTYPES[layout.bytes_per_element]
+        self._buffer = self._map() if layout.paged else None
+        flat = torch.frombuffer(self._buffer, dtype=dtype) if self._buffer else self._reserve(device, dtype)
         lane = layout.lane_bytes // layout.bytes_per_element
         heads, layers = layout.num_kv_heads, layout.num_layers
         self.kv = flat.as_strided(
             (slots, layers, 2, heads, layout.max_context, layout.head_dim),
             (layers * 2 * heads * lane, 2 * heads * lane, heads * lane, lane, layout.head_dim, 1),
         )
-        self.array: NDArray[np.float32] = self.kv.numpy()
+        if device == "cpu":
+            self.array: NDArray[np.float32] = self.kv.numpy()
 
     def _map(self) -> mmap.mmap:
         length = self.slots * self.layout.slot_bytes
@@ -60,6 +58,17 @@ class KVPool:
         buffer.madvise(_MADV_DONTFORK)  # also keeps the kernel from merging it with a neighbouring mapping
         return buffer
 
+    def _reserve(self, device: str, dtype: torch.dtype) -> torch.Tensor:
+        """An ordinary tensor for all slots at full length."""
+        length = self.slots * self.layout.slot_bytes
+        try:
+            return torch.zeros(length // self.layout.bytes_per_element, dtype=dtype, device=device)
+        except RuntimeError as error:  # torch's own out-of-memory error derives from it
+            raise PoolMemoryError(
+                f"the KV pool needs {size(length)} on {device} for {self.slots} slots of {self.layout.max_context} "
+                f"tokens: {str(error).splitlines()[0]}; lower --slots or --max-context"
+            ) from error
+
     def keys(self, slot: int, layer: int, rows: int) -> torch.Tensor:
         """K of the first `rows` rows of a slot: [K, rows, D], a view."""
         return self.kv[slot, layer, 0, :, :rows]
@@ -72,6 +81,24 @@ class KVPool:
         """Writes row n of k and v [N, K, D] to row positions[n] of slot slots[n], in place."""
         self.kv[slots, layer, 0, :, positions] = k.to(self.kv.dtype)
         self.kv[slots, layer, 1, :, positions] = v.to(self.kv.dtype)
+
+    def make_way(self, slot: int, start: int, stop: int) -> None:
+        """To be told before rows start..stop-1 of a slot are computed: gives back pages that lie behind every window.
+
+        So a slot of n rows holds layout.committed(n) bytes, and never more on the way there.
+        """
+        layout = self.layout
+        if self._buffer is None or not layout.windows:
+            return
+        for layer, window in enumerate(layout.windows):
+            if window is None:
+                continue
+            seen = max(0, start + 1 - window) * layout.row_bytes // PAGE_BYTES  # the first page that is looked at
+            behind = min(layout.pages_behind(window, stop), seen)
+            if behind > layout.pages_behind(window, start):
+                lane = (slot * layout.num_layers + layer) * 2 * layout.num_kv_heads
+                for at in range(lane, lane + 2 * layout.num_kv_heads):
+                    self._buffer.madvise(mmap.MADV_DONTNEED, at * layout.lane_bytes, behind * PAGE_BYTES)
 
     def release(self, slot: int) -> None:
         """Gives the slot's pages back; they read as zeros until written again: a new tenant sees nothing of the old."""

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
 
-Storage = Literal["fp32", "fp16", "bf16"]
+from model.config import Storage
+
 DTYPES: dict[Storage, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-
-class WeightRangeError(ValueError):
-    """A weight that the chosen storage cannot hold."""
 
 
 class StorageError(ValueError):
@@ -41,16 +37,12 @@ class Linear:
         self.shape = (weight.shape[0], weight.shape[1])  # [out, in]
         self.storage = storage
         self.device = device
-        if storage == "fp16" and weight.numel() and weight.dtype != torch.float16:
-            largest = float(weight.abs().max())
-            if largest > torch.finfo(torch.float16).max:
-                raise WeightRangeError(f"holds {largest:g}, beyond fp16's 65,504; use --weights fp32")
         self._bias = None if bias is None else bias.to(device, torch.float32)
         if storage == "fp16" and device == "cpu":
             self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), self._bias)
             self._multiply: Callable[[torch.Tensor], torch.Tensor] = self._packed_fp16
         else:
-            self._weight = weight.to(device, DTYPES[storage], copy=True).contiguous()
+            self._weight = weight.to(device, DTYPES[storage]).contiguous()  # the same memory where it is so already
             self._multiply = self._full if storage == "fp32" else self._rounded
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -6,8 +6,6 @@ from model.config import ModelConfig
 from model.kv_memory import KVLayout, KVPlan, available_memory, can_page, plan, size
 from server.settings import ModelSettings, PlanSettings
 
-BYTES_PER_WEIGHT = {"fp32": 4, "fp16": 2}
-
 
 def make_plan(settings: ModelSettings) -> tuple[ModelConfig, KVLayout, KVPlan]:
     """Raises ConfigError for a model that is not there or not supported, ValueError for settings that contradict it."""
@@ -15,8 +13,15 @@ def make_plan(settings: ModelSettings) -> tuple[ModelConfig, KVLayout, KVPlan]:
     max_context = settings.max_context or config.max_context
     if max_context > config.max_context:
         raise ValueError(f"--max-context {max_context} is more than the model's own {config.max_context}")
-    layout = KVLayout.of(config, max_context, paged=can_page())
-    weight_bytes = config.weight_bytes(BYTES_PER_WEIGHT[settings.weights])
+    on_cpu = settings.device == "cpu"
+    layout = KVLayout.of(
+        config,
+        max_context,
+        bytes_per_element=4 if on_cpu or settings.weights == "fp32" else 2,
+        paged=on_cpu and can_page(),
+        chunk=settings.prefill_chunk,
+    )
+    weight_bytes = config.weight_bytes(settings.weights, packed=on_cpu and settings.weights == "fp16")
     pool_bytes = _pool_bytes(settings, layout, weight_bytes)
     return config, layout, plan(layout, slots=settings.slots, pool_bytes=pool_bytes, weight_bytes=weight_bytes)
 
@@ -29,6 +34,8 @@ def _pool_bytes(settings: ModelSettings, layout: KVLayout, weight_bytes: int) ->
     every_slot_full = settings.slots * layout.committed(layout.max_context)
     if settings.kv_memory is not None:
         return min(settings.kv_memory, every_slot_full)
+    if settings.device != "cpu":
+        return every_slot_full  # a tensor of that size, or the device says that it has not so much
     return min(every_slot_full, max(0, available_memory() - weight_bytes) // 2)
 
 
@@ -36,7 +43,7 @@ def plan_text(plan: KVPlan) -> str:
     """The plan for people: what a token costs, what the pool holds, and what to change when it does not fit."""
     lines = [
         f"weights     {size(plan.weight_bytes)}",
-        f"K/V         {plan.bytes_per_token:,} bytes per token, {plan.bytes_per_element} per element",
+        f"K/V         {plan.bytes_per_token:,} bytes per token, {plan.bytes_per_element} per element" + _windows(plan),
         f"pool        {size(plan.pool_bytes)} for at most {plan.slots} sequences of at most {plan.max_context:,} tokens"
         + ("" if plan.paged else " (not paged here: every slot costs its full length)"),
         "",
@@ -47,3 +54,9 @@ def plan_text(plan: KVPlan) -> str:
         lines.append(f"{row.tokens:>10,} {size(row.bytes_each):>12} {row.fit:>12,}{bound}")
     lines += ["", *(f"does not fit: {line}" if at == 0 else f"  {line}" for at, line in enumerate(plan.advice))]
     return "\n".join(lines).rstrip()
+
+
+def _windows(plan: KVPlan) -> str:
+    if not plan.windowed_layers:
+        return ""
+    return f"; {plan.windowed_layers} layers have a window of {plan.window:,} tokens and keep no more"

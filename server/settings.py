@@ -65,14 +65,20 @@ class ModelSettings(BaseSettings):
         env_prefix="TOKENTELLER_", frozen=True, extra="forbid", cli_kebab_case=True, protected_namespaces=()
     )
 
-    model: str = Field("toy", description="'toy' or a checkpoint directory in Hugging Face form")
-    weights: Literal["fp32", "fp16"] = Field("fp16", description="how weights are stored: fp32, or packed fp16")
+    model: str = Field(
+        "toy", description="'toy', 'smollm2', a checkpoint directory, a .gguf file, or a name on the Hugging Face hub"
+    )
+    device: Literal["cpu", "cuda"] = Field("cpu", description="where the model is computed")
+    weights: Literal["fp32", "fp16", "bf16"] = Field(
+        "fp16", description="how weights are stored; bf16 only where the processor computes in it"
+    )
     slots: int = Field(64, ge=1, le=4096, description="sequences that run at once at most")
     max_context: int | None = Field(None, ge=2, description="longest sequence in tokens (default: the model's own)")
     kv_memory: Bytes | None = Field(
         None,
         description="bytes for K and V, e.g. 512MiB (default: all slots at full length, at most half of what is free)",
     )
+    prefill_chunk: int = Field(32, ge=1, le=4096, description="prompt tokens computed per step beside running streams")
 
 
 class ServeSettings(ModelSettings):
@@ -83,7 +89,6 @@ class ServeSettings(ModelSettings):
     threads: int | None = Field(
         None, ge=1, description="threads for the maths (default: the CPUs this process may use)"
     )
-    prefill_chunk: int = Field(32, ge=1, le=4096, description="prompt tokens computed per step beside running streams")
     queue_limit: int = Field(256, ge=1, description="requests that may wait; one more gets 429")
     max_body: Bytes = Field(2**20, description="largest request body in bytes; more gets 413")
     stream_buffer: int = Field(256, ge=1, description="tokens a client may lag behind before its sequence is held")

@@ -13,7 +13,11 @@ from pathlib import Path
 
 import pytest
 from checkpoints import random_llama
+from hypothesis import settings
 from live import Live, serve
+
+settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
+settings.load_profile("no deadline")
 
 
 @pytest.fixture(scope="session")

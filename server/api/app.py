@@ -44,8 +44,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
     if not layout.rows_that_fit(plan.pool_bytes):
         raise ValueError("; ".join(plan.advice))
     progress = Progress(sys.stderr)
-    checkpoint = load(settings.model, settings.weights, max_context=layout.max_context, progress=progress)
-    pool = KVPool(layout, settings.slots)
+    checkpoint = load(settings.model, settings.weights, settings.device, layout.max_context, progress)
+    pool = KVPool(layout, settings.slots, settings.device, checkpoint.decoder.kv_dtype)
     pool.prove(plan.pool_bytes)
     metrics = Metrics(checkpoint.name)
     ledger = KVLedger(layout, settings.slots, plan.pool_bytes)

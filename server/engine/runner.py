@@ -44,6 +44,9 @@ class Runner:
         self.release(step.freed)
         if not step.spans:
             return []
+        for span in step.spans:
+            assert span.sequence.slot is not None
+            self.pool.make_way(span.sequence.slot, span.start, span.stop)
         logits = self.decoder.forward(self._batch(step), self.pool).numpy()  # [S, vocab]
         sampling = (span.sequence for span in step.spans if span.samples)
         return [_sample(row, sequence) for row, sequence in zip(logits, sampling, strict=False)]  # logits may be padded

@@ -176,7 +176,7 @@ class Attention:
         k = rotate(k, cos, sin)  # once, at its own position, before it is written
         pool.write(self.layer, batch.slots, batch.positions, k, v)
         mixed = x.new_zeros(x.shape[0], self.heads, self.dim)  # [M, H, D]
-        if x.is_cuda:
+        if pool.array is None:
             where = batch.slots, batch.positions, self.layer
             mixed[:rows] = attend_batch(q, pool.kv, *where, float(self.scale), self.window)
         else:

@@ -27,7 +27,7 @@ class PoolMemoryError(MemoryError):
 
 
 class KVPool:
-    """K and V of all slots. `kv` is the tensor above; `array` is the same memory for the compiled kernels."""
+    """K and V of all slots. `kv` is the tensor above; `array` is the same memory for the compiled kernels on a CPU."""
 
     def __init__(self, layout: KVLayout, slots: int, device: str = "cpu", dtype: torch.dtype | None = None) -> None:
         """dtype: of layout.bytes_per_element bytes. Raises PoolMemoryError."""
@@ -42,8 +42,7 @@ class KVPool:
             (slots, layers, 2, heads, layout.max_context, layout.head_dim),
             (layers * 2 * heads * lane, 2 * heads * lane, heads * lane, lane, layout.head_dim, 1),
         )
-        if device == "cpu":
-            self.array: NDArray[np.float32] = self.kv.numpy()
+        self.array: NDArray[np.float32] | None = self.kv.numpy() if device == "cpu" else None
 
     def _map(self) -> mmap.mmap:
         length = self.slots * self.layout.slot_bytes
@@ -126,8 +125,11 @@ class KVPool:
     def prove(self, budget_bytes: int) -> None:
         """Touches `budget_bytes` once and gives them back, so that a lack shows at start and not under load.
 
-        Raises PoolMemoryError before touching anything when the machine or its cgroup has less than that.
+        Raises PoolMemoryError before touching anything when the machine or its cgroup has less than that. On a GPU
+        the pool has been allocated in full.
         """
+        if self.kv.is_cuda:
+            return
         available = available_memory()
         if budget_bytes > available:
             raise PoolMemoryError(

@@ -13,7 +13,7 @@ DTYPES: dict[Storage, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float
 
 
 class StorageError(ValueError):
-    """A storage that this machine computes too slowly to be of use."""
+    """A device or a storage that this machine does not have."""
 
 
 # Row counts tried by the self-test; anything between two of them is padded up.
@@ -61,7 +61,10 @@ class Linear:
 
 
 def check_storage(storage: Storage, device: str) -> None:
-    """Raises StorageError for bf16 on a CPU without bf16 products: torch then emulates them."""
+    """Raises StorageError for a device that is not there, and for bf16 on a CPU where torch only emulates it."""
+    if device == "cuda" and not torch.cuda.is_available():
+        built = "finds no such device" if torch.version.cuda else "is built without it"
+        raise StorageError(f"--device cuda: this torch ({torch.__version__}) {built}")
     if storage == "bf16" and device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
         raise StorageError(
             "--weights bf16: this CPU has no bf16 products (AVX512-BF16 or AMX), so each would take over 100 times as "

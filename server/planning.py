@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from model.config import ModelConfig
 from model.kv_memory import KVLayout, KVPlan, available_memory, can_page, plan, size
 from server.settings import ModelSettings, PlanSettings
@@ -23,7 +25,23 @@ def make_plan(settings: ModelSettings) -> tuple[ModelConfig, KVLayout, KVPlan]:
     )
     weight_bytes = config.weight_bytes(settings.weights, packed=on_cpu and settings.weights == "fp16")
     pool_bytes = _pool_bytes(settings, layout, weight_bytes)
-    return config, layout, plan(layout, slots=settings.slots, pool_bytes=pool_bytes, weight_bytes=weight_bytes)
+    slots = settings.slots if layout.paged else min(settings.slots, pool_bytes // layout.slot_bytes)
+    made = plan(layout, slots=slots, pool_bytes=pool_bytes, weight_bytes=weight_bytes)
+    memory = settings.memory if isinstance(settings, PlanSettings) else None
+    if memory is not None and memory < weight_bytes:
+        made = replace(made, advice=_weights_do_not_fit(config, settings, weight_bytes, memory))
+    return config, layout, made
+
+
+def _weights_do_not_fit(
+    config: ModelConfig, settings: ModelSettings, weight_bytes: int, memory: int
+) -> tuple[str, ...]:
+    says = [f"the weights alone need {size(weight_bytes)}, the memory is {size(memory)}"]
+    halved = config.weight_bytes("fp16", packed=settings.device == "cpu")
+    if settings.weights == "fp32" and halved < memory:
+        says.append(f"with --weights fp16 they need {size(halved)}")
+    says.append(f"a model of at most {memory // 2 / 1e9:.2g} billion parameters would leave room in fp16")
+    return tuple(says)
 
 
 def _pool_bytes(settings: ModelSettings, layout: KVLayout, weight_bytes: int) -> int:

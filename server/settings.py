@@ -109,5 +109,8 @@ class ServeSettings(ModelSettings):
 class PlanSettings(ModelSettings):
     """Print what fits, from config.json alone."""
 
-    memory: Bytes | None = Field(None, description="memory for weights and K/V together; instead of --kv-memory")
+    memory: Bytes | None = Field(
+        None,
+        description="memory for weights and K/V together, instead of --kv-memory; the process takes some 350 MiB more",
+    )
     json_: CliImplicitFlag[bool] = Field(False, alias="json", description="print JSON")

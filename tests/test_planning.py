@@ -1,0 +1,148 @@
+"""The plan: from a config or a GGUF header alone, without a weight, also for models far larger than this machine."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from checkpoints import config_of, llama_config, random_hf, random_llama, to_gguf
+from live import serve
+
+from model.checkpoint import load
+from model.config import ModelConfig, Storage
+from server.__main__ import main
+from server.planning import make_plan, plan_text
+from server.settings import PlanSettings
+
+GIB = 2**30
+LLAMA_70B = {
+    "model_type": "llama",
+    "vocab_size": 128_256,
+    "hidden_size": 8192,
+    "intermediate_size": 28_672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rope_theta": 500_000.0,
+    "rms_norm_eps": 1e-5,
+}
+
+
+def planned(directory: Path, **settings: Any) -> Any:
+    return make_plan(PlanSettings(model=str(directory), **settings))[2]
+
+
+@pytest.fixture
+def huge(tmp_path: Path) -> Path:
+    """Seventy billion parameters, and no file of weights."""
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
+    return tmp_path
+
+
+def test_a_70b_model_is_planned_from_its_config_alone(huge: Path) -> None:
+    assert ModelConfig.read(str(huge)).num_parameters == 70_553_706_496  # what its model card says
+    plan = planned(huge, memory=160 * GIB)
+    assert plan.bytes_per_token == 2 * 80 * 8 * 128 * 4
+    assert plan.weight_bytes == pytest.approx(2 * 70_553_706_496, rel=1e-3)
+    assert plan.pool_bytes == 160 * GIB - plan.weight_bytes
+    fit = {row.tokens: row.fit for row in plan.table}
+    assert fit[4096] == plan.pool_bytes // (4096 * plan.bytes_per_token) == 11
+    assert fit[131_072] == 0 and not plan.fits
+    text = plan_text(plan)
+    assert "one sequence of 131,072 tokens needs 80 GiB of K/V, the pool has 28.58 GiB" in text
+    longest = int(text.split("--max-context ")[1].split(")")[0])
+    assert planned(huge, memory=160 * GIB, max_context=longest).fits
+    assert not planned(huge, memory=160 * GIB, max_context=longest + 8).fits  # a page has 8 rows
+
+
+def test_weights_that_do_not_fit_are_told_before_anything_else(huge: Path) -> None:
+    plan = planned(huge, memory=200 * GIB, weights="fp32")
+    assert not plan.fits and plan.pool_bytes == 0
+    assert plan.advice[0] == "the weights alone need 262.8 GiB, the memory is 200 GiB"
+    assert plan.advice[1] == "with --weights fp16 they need 131.4 GiB"
+
+
+def test_the_command_prints_the_same_plan_as_text_and_as_json(huge: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", "--model", str(huge), "--memory", "160GiB"]
+    assert main(flags) == 0
+    assert "pool        28.58 GiB" in capsys.readouterr().out
+    assert main([*flags, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(planned(huge, memory=160 * GIB).to_json()))
+
+
+def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--model", "nowhere"]) == 1
+    error = capsys.readouterr().err
+    assert error.startswith("tokenteller: model 'nowhere' is no directory") and len(error.splitlines()) == 1
+
+
+@pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])
+def test_a_gguf_header_gives_the_plan_of_its_twin(tmp_path: Path, family: str) -> None:
+    directory = random_hf(tmp_path / "hf", config_of(family))
+    twin = to_gguf(directory, tmp_path / "twin.gguf")
+    assert planned(twin, memory=GIB) == planned(directory, memory=GIB)
+
+
+def test_head_dim_is_the_configs_own_and_not_width_over_heads(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llama_config(head_dim=24)))
+    assert planned(tmp_path).bytes_per_token == 2 * 2 * 2 * 24 * 4
+
+
+def test_windows_are_told_and_bound_what_a_sequence_takes(tmp_path: Path) -> None:
+    config = config_of("mistral", max_position_embeddings=32_768, sliding_window=1024, head_dim=64)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    plan = planned(tmp_path, memory=GIB)
+    assert "; 2 layers have a window of 1,024 tokens and keep no more" in plan_text(plan)
+    assert plan.sequence_bytes == plan.table[-1].bytes_each == plan.table[-4].bytes_each
+    assert plan.sequence_bytes < 2048 * plan.bytes_per_token
+    longer_chunks = planned(tmp_path, memory=GIB, prefill_chunk=512)
+    assert longer_chunks.sequence_bytes > plan.sequence_bytes
+
+
+def test_a_pool_that_is_not_paged_has_as_many_slots_as_bytes_allow(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(llama_config()))
+    plan = planned(tmp_path, device="cuda", weights="bf16", kv_memory=10 * 256 * 256 + 5)
+    assert plan.bytes_per_token == 256 and plan.sequence_bytes == 256 * 256
+    assert not plan.paged and plan.slots == 10
+
+
+@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+def test_weights_take_exactly_the_planned_bytes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool, storage: Storage
+) -> None:
+    monkeypatch.setattr("model.checkpoint.check_storage", lambda storage, device: None)
+    directory = random_hf(
+        tmp_path, config_of(family, tie_word_embeddings=tied, **{"attention_bias": True} if family == "llama" else {})
+    )
+    decoder = load(str(directory), storage).decoder
+    held: dict[int, int] = {}
+
+    def count(value: Any) -> None:
+        """Every tensor that an object holds, once by its memory."""
+        if isinstance(value, torch.Tensor):
+            held[value.data_ptr()] = value.nbytes
+        elif isinstance(value, list):
+            for item in value:
+                count(item)
+        elif type(value).__module__.startswith("model."):
+            for item in vars(value).values() if hasattr(value, "__dict__") else ():
+                count(item)
+
+    count(decoder)
+    tables = decoder.cos.nbytes + decoder.sin.nbytes
+    assert sum(held.values()) - tables == decoder.config.weight_bytes(storage)
+
+
+def test_a_server_shows_the_plan_that_the_command_makes(tmp_path: Path) -> None:
+    directory = random_llama(tmp_path)
+    with serve(model=str(directory), slots=3, kv_memory=2**20) as server:
+        shown = httpx.get(server.url + "/plan", timeout=10).json()
+        assert server.service.engine.runner.pool.slots == 3
+    assert shown == json.loads(json.dumps(planned(directory, slots=3, kv_memory=2**20).to_json()))

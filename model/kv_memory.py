@@ -116,13 +116,9 @@ class KVLayout:
         return max(0, self.lane_pages(rows) - self.window_pages(window))
 
     def holds(self, computed: int, rows: int) -> bool:
-        """Whether a slot of `computed` rows still has all that a sequence going on after `rows` of them looks at."""
-
-        def seen(window: int | None) -> bool:
-            first = max(0, rows + 1 - window) * self.row_bytes if window else 0
-            return window is None or self.pages_behind(window, computed) * PAGE_BYTES <= first
-
-        return rows <= computed and all(map(seen, set(self.windows)))
+        """Whether a slot of `computed` rows still has all pages that a slot of its first `rows` rows would have."""
+        windows = [window for window in set(self.windows) if window]
+        return rows <= computed and all(self.pages_behind(w, computed) == self.pages_behind(w, rows) for w in windows)
 
     def rows_that_fit(self, pool_bytes: int) -> int:
         """The longest single sequence, in rows, whose committed bytes stay within `pool_bytes`."""

@@ -99,12 +99,32 @@ class KVPool:
                 for at in range(lane, lane + 2 * layout.num_kv_heads):
                     self._buffer.madvise(mmap.MADV_DONTNEED, at * layout.lane_bytes, behind * PAGE_BYTES)
 
-    def release(self, slot: int) -> None:
-        """Gives the slot's pages back; they read as zeros until written again: a new tenant sees nothing of the old."""
+    def copy(self, source: int, target: int, rows: int) -> None:
+        """Copies the first `rows` rows of one slot to another: of lanes with a window, those that are still there.
+
+        The source must hold them (`layout.holds`).
+        """
+        layout = self.layout
+        for layer, window in enumerate(layout.windows or (None,) * layout.num_layers):
+            behind = 0 if window is None else layout.pages_behind(window, rows)
+            first = -(-behind * PAGE_BYTES // layout.row_bytes)
+            self.kv[target, layer, :, :, first:rows] = self.kv[source, layer, :, :, first:rows]
+
+    def release(self, slot: int, keep: int = 0) -> None:
+        """Gives the slot's pages back; they read as zeros until written again: a new tenant sees nothing of the old.
+
+        The pages that hold the first `keep` rows stay.
+        """
         if self._buffer is None:
-            self.kv[slot].zero_()
-        else:
+            self.kv[slot, :, :, :, keep:].zero_()
+        elif not keep:
             self._buffer.madvise(mmap.MADV_DONTNEED, slot * self.layout.slot_bytes, self.layout.slot_bytes)
+        else:
+            kept = -(-keep * self.layout.row_bytes // PAGE_BYTES) * PAGE_BYTES
+            start, lane = slot * self.layout.slot_bytes, self.layout.lane_bytes
+            for at in range(start, start + self.layout.slot_bytes, lane):
+                if kept < lane:
+                    self._buffer.madvise(mmap.MADV_DONTNEED, at + kept, lane - kept)
 
     def resident_bytes(self) -> int:
         """The kernel's own figure for this mapping (Rss in /proc/self/smaps); all of it where it is not paged."""

@@ -89,6 +89,10 @@ class ServeSettings(ModelSettings):
     threads: int | None = Field(
         None, ge=1, description="threads for the maths (default: the CPUs this process may use)"
     )
+    admission: Literal["peak", "reserve"] = Field(
+        "peak", description="lend by the peak of what all can come to need at any step, or reserve everyone's maximum"
+    )
+    bypass_limit: int = Field(16, ge=0, description="times that a waiting request may be passed by one behind it")
     queue_limit: int = Field(256, ge=1, description="requests that may wait; one more gets 429")
     max_body: Bytes = Field(2**20, description="largest request body in bytes; more gets 413")
     stream_buffer: int = Field(256, ge=1, description="tokens a client may lag behind before its sequence is held")

@@ -57,8 +57,7 @@ def test_a_slot_holds_what_it_says_it_holds(layout: KVLayout, data: st.DataObjec
     assert not layout.holds(computed, computed + 1)
     rows = data.draw(st.integers(0, computed))
     lost = any(
-        window is not None
-        and layout.pages_behind(window, computed) * PAGE_BYTES > max(0, rows + 1 - window) * layout.row_bytes
+        window is not None and layout.pages_behind(window, computed) > layout.pages_behind(window, rows)
         for window in layout.windows
     )
     assert layout.holds(computed, rows) == (not lost)

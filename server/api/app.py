@@ -48,8 +48,13 @@ def create_app(settings: ServeSettings) -> FastAPI:
     pool = KVPool(layout, plan.slots, settings.device, checkpoint.decoder.kv_dtype)
     pool.prove(plan.pool_bytes)
     metrics = Metrics(checkpoint.name)
-    ledger = KVLedger(layout, plan.slots, plan.pool_bytes)
-    scheduler = Scheduler(ledger, settings.prefill_chunk)
+    ledger = KVLedger(layout, plan.slots, plan.pool_bytes, settings.admission, settings.prefill_chunk)
+    scheduler = Scheduler(
+        ledger,
+        settings.prefill_chunk,
+        bypass_limit=settings.bypass_limit,
+        hold_limit_s=settings.slow_reader_timeout,
+    )
     runner = Runner(checkpoint.decoder, pool, max_rows=plan.slots + settings.prefill_chunk, threads=threads)
     runner.warm_up()
     began = time.monotonic()

@@ -56,19 +56,13 @@ def _slots(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
     ledger, layout = scheduler.ledger, scheduler.ledger.layout
     rows = []
     for slot in range(ledger.slots):
-        account = ledger.accounts.get(slot)
-        rows.append(
-            {"slot": slot, "state": "free", "request_id": None, "rows": 0, "rows_max": 0, "bytes": 0}
-            if account is None
-            else {
-                "slot": slot,
-                "state": "running",
-                "request_id": account.owner,
-                "rows": account.rows,
-                "rows_max": account.rows_max,
-                "bytes": layout.committed(account.rows),
-            }
-        )
+        row = {"slot": slot, "state": "free", "request_id": None, "rows": 0, "rows_max": 0, "bytes": 0}
+        if account := ledger.accounts.get(slot):
+            row |= {"state": "running", "request_id": account.owner, "rows": account.rows}
+            row |= {"rows_max": account.rows_max, "bytes": layout.committed(account.rows)}
+        elif kept := ledger.resident.get(slot):
+            row |= {"state": "resident", "rows": kept, "rows_max": kept, "bytes": layout.committed(kept)}
+        rows.append(row)
     pool = {
         "budget_bytes": ledger.budget_bytes,
         "committed_bytes": ledger.committed_bytes,
@@ -96,7 +90,11 @@ def levels(service: Service) -> Levels:
         running=len(running),
         waiting={kind: waiting if kind == reason else 0 for kind in WAITING_FOR},
         held=sum(sequence.held for sequence in running),
-        slots={"free": ledger.free_slots, "running": len(ledger.accounts)},
+        slots={
+            "free": ledger.free_slots - len(ledger.resident),
+            "running": len(ledger.accounts),
+            "resident": len(ledger.resident),
+        },
         budget_bytes=ledger.budget_bytes,
         committed_bytes=ledger.committed_bytes,
         formula_bytes=ledger.layout.kv_bytes(sum(account.rows for account in list(ledger.accounts.values()))),

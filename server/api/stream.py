@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
@@ -505,11 +506,11 @@ class Streams:
         self.check_open()
         status = self.engine.status
         waiting = sum(stream.started is None for stream in self._open.values())
-        seats = 0 if status.blocked_by else status.free_slots
+        seats = 0 if status.waiting else status.free_slots  # for those that came since the last step
         if waiting - seats >= self.queue_limit:
-            retry = max(1, round(status.soonest_free_s))
+            retry = max(1, math.ceil(status.next_start_s))
             raise QueueFull(
-                f"{waiting} requests wait, the queue holds {self.queue_limit}; a slot is free within {retry} s",
+                f"{waiting} requests wait, the queue holds {self.queue_limit}; the next one leaves it within {retry} s",
                 retry_after_s=retry,
                 waiting=waiting,
                 queue_limit=self.queue_limit,

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -28,8 +29,8 @@ class Status:
     waiting: int = 0
     free_slots: int = 0
     blocked_by: str | None = None  # what keeps the head of the queue out
-    step_seconds: float = 0.0  # smoothed
-    soonest_free_s: float = 0.0  # latest time until a slot comes free
+    step_seconds: float = 0.0  # what a step like the last one costs
+    next_start_s: float = 0.0  # when the next one waiting has its slot, at the latest
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +117,7 @@ class Engine:
         return self.failure is None and self._thread.is_alive()
 
     def submit(self, request: Request) -> None:
-        self._inbox.put(lambda: self.scheduler.submit(request))
+        self._inbox.put(lambda: self.scheduler.submit(request, time.monotonic()))
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         asked = time.monotonic()
@@ -137,7 +138,7 @@ class Engine:
         answer: Future[T] = Future()
 
         def put() -> None:
-            self.runner.release(self.scheduler.take_freed())
+            self.runner.move(self.scheduler.take_moves())
             try:
                 answer.set_result(question(self.scheduler, self.runner))
             except Exception as error:
@@ -162,26 +163,28 @@ class Engine:
             self._drain(block=idle)
             if self._stopping:
                 return
-            step = self.scheduler.plan()
+            step = self.scheduler.plan(time.monotonic())
             self._beat(self._patience.of(step.rows))
             self._post(step.events)
             began = time.monotonic()
             outcomes = self.runner.run(step)
-            self._post(self.scheduler.commit(step, outcomes))
+            self._post(self.scheduler.commit(step, outcomes, time.monotonic()))
             idle = not step.spans
             seconds = time.monotonic() - began
             if not idle:
                 self._patience.learn(step.rows, seconds)
                 self.metrics.step(step.rows, seconds)
-            self._publish(0.0 if idle else seconds)
+            self._publish(step.rows)
 
     def _drain(self, block: bool) -> None:
-        """Carries out all that has arrived; waits for the first when there is nothing to compute."""
+        """Carries out all that has arrived; when there is nothing to compute, waits for the first or for an expiry."""
         if block:
             self.pulse = None
-            first = self._inbox.get()
-            self._beat(self._patience.FLOOR_S)
-            first()
+            expiry = self.scheduler.next_expiry()
+            with suppress(queue.Empty):
+                first = self._inbox.get(timeout=None if expiry is None else max(0.0, expiry - time.monotonic()))
+                self._beat(self._patience.FLOOR_S)
+                first()
         while True:
             try:
                 self._inbox.get_nowait()()
@@ -197,16 +200,13 @@ class Engine:
         if events:
             self.deliver(events)
 
-    def _publish(self, seconds: float) -> None:
+    def _publish(self, rows: int) -> None:
         scheduler = self.scheduler
-        before = self.status.step_seconds
-        smoothed = before if not seconds else seconds if not before else 0.9 * before + 0.1 * seconds
-        blocked = scheduler.ledger.binds(scheduler.waiting[0].request.rows_max) if scheduler.waiting else None
         self.status = Status(
             running=len(scheduler.running),
             waiting=len(scheduler.waiting),
             free_slots=scheduler.ledger.free_slots,
-            blocked_by=blocked,
-            step_seconds=smoothed,
-            soonest_free_s=smoothed * scheduler.longest_wait_steps(),
+            blocked_by=("kv_bytes" if scheduler.ledger.free_slots else "slot") if scheduler.waiting else None,
+            step_seconds=scheduler.cost.predict(rows),
+            next_start_s=scheduler.next_start_s(),
         )

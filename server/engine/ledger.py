@@ -1,83 +1,347 @@
-"""KVLedger: who holds which slot and how many bytes. It lends only what the pool can pay. Torch-free."""
+"""KVLedger: who holds which slot and how many bytes, now and at every coming step. It lends only what is covered.
+
+A `Plan` is what one sequence takes at each coming step if it uses all that it asked for: a seat, bytes (its prompt in
+full from its first step on, then one row more a step), and rows of prompt to compute. The `Timetable` is the sum of
+all plans, of those that run and of those that wait and were told a time. With D(t) its bytes at step t, nothing is lent
+unless D(t) <= pool at every t. So whoever was admitted can finish, and whoever waits gets its slot no later than told.
+Torch-free.
+"""
 
 from __future__ import annotations
 
 import heapq
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
 
 from model.kv_memory import KVLayout
+
+Rule = Literal["peak", "reserve"]
+Table = NDArray[np.int64]
+
+BYTES, SEATS, PROMPT = 0, 1, 2  # the rows of a timetable
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """What a sequence takes of each resource at steps begin, begin + 1, ...: `take` [3, steps].
+
+    Its prompt is computed in step `ready`, out of which comes its first token; it is gone after step `end`.
+    """
+
+    begin: int
+    ready: int
+    take: Table
+
+    @property
+    def end(self) -> int:
+        return self.begin + self.take.shape[1] - 1
+
+    def prompt_rows(self, step: int) -> int:
+        """Rows of its prompt that it is sure to get computed in `step`."""
+        at = step - self.begin
+        return int(self.take[PROMPT, at]) if 0 <= at < self.take.shape[1] else 0
+
+
+class Timetable:
+    """What all plans together take at each step from `now` on: [3, steps], grown and shifted as time goes by."""
+
+    def __init__(self, pool_bytes: int, slots: int, prompt_rows: int) -> None:
+        self.now = 0
+        self.limits = np.array([[pool_bytes], [slots], [prompt_rows]], np.int64)
+        self._sums = np.zeros((3, 4096), np.int64)
+        self._base = 0  # the step of the first column
+
+    def tick(self) -> None:
+        """One step has been computed."""
+        self.now += 1
+        if self.now - self._base == self._sums.shape[1] // 2:
+            past = self.now - self._base
+            self._sums = np.concatenate([self._sums[:, past:], np.zeros((3, past), np.int64)], axis=1)
+            self._base = self.now
+
+    def ahead(self, begin: int, steps: int) -> Table:
+        """The sums of `steps` steps from `begin` on, a view [3, steps]."""
+        at = begin - self._base
+        while at + steps > self._sums.shape[1]:
+            self._sums = np.concatenate([self._sums, np.zeros_like(self._sums)], axis=1)
+        return self._sums[:, at : at + steps]
+
+    def add(self, plan: Plan, sign: int = 1) -> None:
+        """Books a plan, or with sign -1 takes it back, from now on; what is past is past."""
+        take = plan.take[:, max(0, self.now - plan.begin) :]
+        self.ahead(max(plan.begin, self.now), take.shape[1])[...] += sign * take
+
+    def remove(self, plan: Plan) -> None:
+        self.add(plan, -1)
+
+    def spread(self, rows: int, begin: int) -> Table:
+        """How `rows` prompt rows fit between those of others, from step `begin` on: rows in each step."""
+        limit, steps = int(self.limits[PROMPT, 0]), 8
+        while True:
+            free = np.maximum(limit - self.ahead(begin, steps)[PROMPT], 0)
+            done = np.minimum(np.cumsum(free), rows)
+            if done[-1] == rows:
+                break
+            steps *= 2
+        return np.diff(done[: int(np.searchsorted(done, rows)) + 1], prepend=0)
+
+    def postpone(self, plan: Plan) -> int | None:
+        """None when the plan fits; else the first step at which it could begin, by the clashes seen.
+
+        At a step t where u bytes are left, a plan may be at most as far as the largest s with bytes(s) <= u, so it may
+        not begin before t - s. Where no seat is left it may not begin before t + 1.
+        """
+        room = self.limits - self.ahead(plan.begin, plan.take.shape[1])  # [3, steps]
+        clashes = np.flatnonzero((plan.take[:PROMPT] > room[:PROMPT]).any(axis=0))
+        if not clashes.size:
+            return None
+        bytes_ = plan.take[BYTES]
+        phase = np.searchsorted(bytes_, room[BYTES, clashes], side="right") - 1
+        phase[room[SEATS, clashes] < 1] = -1
+        return max(plan.begin + 1, int((plan.begin + clashes - phase).max()))
 
 
 @dataclass(slots=True)
 class Account:
-    """One slot's holder: rows it has now, rows it may ever have."""
+    """One slot's holder: `prompt` rows are lent at once, then one a step up to `rows_max`; `rows` are in the pool."""
 
     owner: str
-    rows: int
+    prompt: int
     rows_max: int
+    plan: Plan
+    rows: int = 0
+
+    @property
+    def lent(self) -> int:
+        return max(self.rows, self.prompt)
 
 
 class KVLedger:
-    """Admission by plain reservation: a slot is lent when the committed bytes of all the rows_max are covered."""
+    """Slots and bytes. A slot is free, lent to a running sequence (`accounts`), or `resident`: kept for its prefix, and
+    given up, least recently used first, as soon as its seat or its bytes are wanted."""
 
-    def __init__(self, layout: KVLayout, slots: int, budget_bytes: int) -> None:
+    HORIZON = 2**16  # steps ahead for which a time is told
+
+    def __init__(
+        self, layout: KVLayout, slots: int, budget_bytes: int, rule: Rule = "peak", prompt_rows: int = 32
+    ) -> None:
+        """prompt_rows: rows of prompts that every step can surely compute."""
         self.layout = layout
         self.slots = slots
         self.budget_bytes = budget_bytes
+        self.rule = rule
         self.accounts: dict[int, Account] = {}
+        self.resident: dict[int, int] = {}  # slot -> rows, least recently used first
+        self.timetable = Timetable(budget_bytes, slots, prompt_rows)
+        self._bytes = [layout.committed(rows) for rows in range(layout.max_context + 1)]
+        self._curve = np.array(self._bytes, np.int64)
         self._free = list(range(slots))  # a heap: the lowest free slot is lent first
-        self._promised = 0
-        self._committed = 0
+        self._lent = self._kept = self._committed = 0
 
     @property
     def free_slots(self) -> int:
-        return len(self._free)
+        """Slots that can be had: free ones, and those kept only for their prefix."""
+        return len(self._free) + len(self.resident)
 
     @property
     def committed_bytes(self) -> int:
-        """Bytes of the rows held now: what the pool's mapping really takes."""
-        return self._committed
+        """Bytes of all rows in the pool, running and resident: what the pool's mapping really takes."""
+        return self._committed + self._kept
+
+    @property
+    def lent_bytes(self) -> int:
+        """Bytes of the rows that running sequences have, prompts counted in full."""
+        return self._lent
 
     @property
     def peak_demand_bytes(self) -> int:
-        """Bytes that the present holders can ever come to hold together."""
-        return self._promised
+        """The most that the running sequences can come to take together at any step: max D(t)."""
+        return int(self.demand().max(initial=0))
 
-    def binds(self, rows_max: int) -> str | None:
-        """What keeps a sequence of rows_max rows out right now: 'slot', 'kv_bytes' or None."""
-        if not self._free:
-            return "slot"
-        if self._promised + self.layout.committed(rows_max) > self.budget_bytes:
-            return "kv_bytes"
+    def demand(self) -> Table:
+        """D(t) of the running sequences for t = now, now + 1, ... until the last of them has ended, in bytes."""
+        now, plans = self.timetable.now, [account.plan for account in list(self.accounts.values())]
+        sums = np.zeros(max((plan.end + 1 - now for plan in plans), default=0), np.int64)
+        for plan in plans:
+            take = plan.take[BYTES, max(0, now - plan.begin) :]
+            sums[: len(take)] += take
+        return sums
+
+    # Plans
+
+    def plan(self, held: int, prompt_rows: int, rows_max: int, begin: int) -> Plan:
+        """From step `begin` on: `held` rows flat while `prompt_rows` of them are computed, then growing to rows_max."""
+        lane = self.timetable.spread(prompt_rows, begin) if prompt_rows else np.zeros(0, np.int64)
+        flat, growth = len(lane), rows_max - held
+        take = np.zeros((3, flat + growth), np.int64)
+        take[BYTES, :flat] = self._bytes[held]
+        take[BYTES, flat:] = self._curve[held + 1 : rows_max + 1]
+        if self.rule == "reserve":
+            take[BYTES] = self._bytes[rows_max]
+        take[SEATS] = 1
+        take[PROMPT, :flat] = lane
+        return Plan(begin, begin + flat - 1, take)
+
+    def fits(self, plan: Plan) -> bool:
+        return self.timetable.postpone(plan) is None
+
+    def book(self, prompt: int, rows_max: int, earliest: int) -> Plan | None:
+        """Books the earliest plan of one not yet admitted that fits beside all others; None beyond the horizon."""
+        begin: int | None = earliest
+        while begin is not None and begin - self.timetable.now <= self.HORIZON:
+            plan = self.plan(prompt, prompt, rows_max, begin)
+            begin = self.timetable.postpone(plan)
+            if begin is None:
+                self.timetable.add(plan)
+                return plan
         return None
 
-    def admit(self, owner: str, rows_max: int) -> int | None:
-        """Lends a slot for at most rows_max rows, or None when slots or bytes do not cover it."""
-        if self.binds(rows_max):
-            return None
-        slot = heapq.heappop(self._free)
-        self.accounts[slot] = Account(owner, 0, rows_max)
-        self._promised += self.layout.committed(rows_max)
-        return slot
+    def start(self, prompt: int, rows_max: int, booked: Plan | None) -> Plan | None:
+        """A plan that begins now in place of the booked one, booked in its stead; None when it does not fit."""
+        now = self.timetable.now
+        if booked:
+            self.timetable.remove(booked)
+        plan = booked if booked and booked.begin == now else self.plan(prompt, prompt, rows_max, now)
+        if self.fits(plan) and self._safe(newcomer=(prompt, rows_max)):
+            self.timetable.add(plan)
+            return plan
+        if booked:
+            self.timetable.add(booked)
+        return None
 
-    def grow(self, slot: int, rows: int) -> None:
-        """The holder of `slot` now has `rows` rows."""
-        account = self.accounts[slot]
-        assert account.rows <= rows <= account.rows_max, (slot, account, rows)
-        self._committed += self.layout.committed(rows) - self.layout.committed(account.rows)
-        account.rows = rows
+    def replan(self, slot: int, prompt_rows: int, force: bool, still: int = 0) -> bool:
+        """Plans a running sequence anew from now on; kept only where it fits, or by force.
 
-    def release(self, slot: int) -> None:
-        """Takes back the slot, its rows and its promise."""
-        account = self.accounts.pop(slot)
-        self._committed -= self.layout.committed(account.rows)
-        self._promised -= self.layout.committed(account.rows_max)
+        prompt_rows: rows of its prompt still to compute. still: steps for which it may not go on (its reader is
+        slow); it is then planned with its maximum throughout, so that it may go on at any time.
+        """
+        account, now = self.accounts[slot], self.timetable.now
+        plan = self.plan(account.lent, prompt_rows, account.rows_max, now)
+        if still:
+            take = np.repeat(plan.take[:, -1:], still + plan.take.shape[1], axis=1)
+            take[BYTES] = self._bytes[account.rows_max]
+            plan = Plan(now, now + still, take)
+        self.timetable.remove(account.plan)
+        if not force and not self.fits(plan):
+            self.timetable.add(account.plan)
+            return False
+        self.timetable.add(plan)
+        account.plan = plan
+        return True
+
+    # Slots and rows
+
+    def open(
+        self, owner: str, prompt: int, rows_max: int, plan: Plan, slot: int | None = None
+    ) -> tuple[int, list[int]]:
+        """Lends a slot under a booked plan: that resident one, or the lowest free. Also the slots given up for it."""
+        if slot is not None:
+            self._kept -= self._bytes[self.resident.pop(slot)]
+        self._lent += self._bytes[prompt]
+        given_up = self.make_room(0, slots=0 if slot is not None else 1)
+        if slot is None:
+            slot = heapq.heappop(self._free)
+        self.accounts[slot] = Account(owner, prompt, rows_max, plan)
+        return slot, given_up
+
+    def make_room(self, growth: int, slots: int = 0) -> list[int]:
+        """Gives up residents until `slots` slots are free and `growth` bytes more are. Returns the slots given up."""
+        given_up = []
+        while self.resident and (len(self._free) < slots or self._lent + self._kept + growth > self.budget_bytes):
+            slot = next(iter(self.resident))
+            self.give_up(slot)
+            given_up.append(slot)
+        return given_up
+
+    def give_up(self, slot: int) -> None:
+        """A resident slot becomes free."""
+        self._kept -= self._bytes[self.resident.pop(slot)]
         heapq.heappush(self._free, slot)
 
+    def touch(self, slot: int) -> None:
+        """A resident slot was of use: it is the last to go."""
+        self.resident[slot] = self.resident.pop(slot)
+
+    def can_keep(self, slot: int, prompt: int) -> bool:
+        """Whether a resident slot can stay while another one is lent for a prompt of `prompt` rows."""
+        together = self._lent + self._bytes[prompt] + self._bytes[self.resident[slot]]
+        return self.free_slots > 1 and together <= self.budget_bytes
+
+    def grow(self, slot: int, rows: int) -> None:
+        """The holder of `slot` now has `rows` rows in the pool."""
+        account = self.accounts[slot]
+        before, bytes_ = account.rows, self._bytes
+        assert before <= rows <= account.rows_max, (slot, account, rows)
+        self._committed += bytes_[rows] - bytes_[before]
+        if rows > account.prompt:
+            self._lent += bytes_[rows] - bytes_[max(before, account.prompt)]
+        account.rows = rows
+
+    def close(self, slot: int, keep: bool) -> None:
+        """The sequence has ended: bytes, seat and the rest of its plan are free; its rows may stay for reuse."""
+        account = self.accounts.pop(slot)
+        self._lent -= self._bytes[account.lent]
+        self._committed -= self._bytes[account.rows]
+        self.timetable.remove(account.plan)
+        if keep and account.rows:
+            self.resident[slot] = account.rows
+            self._kept += self._bytes[account.rows]
+        else:
+            heapq.heappush(self._free, slot)
+
+    # The safety net
+
+    def growth(self, slot: int) -> int:
+        """Bytes that one more row costs the holder of `slot`."""
+        lent = self.accounts[slot].lent
+        return self._bytes[lent + 1] - self._bytes[lent]
+
+    def must_wait(self, growing: list[int]) -> set[int]:
+        """Of the slots that are to grow by a row, oldest first: those whose growth would leave no safe order.
+
+        The banker's algorithm (Dijkstra 1965): a state is safe when all can finish one after another, the smallest
+        remaining need first, each from what is free and what those before it gave back.
+        """
+        if self._safe(growing):
+            return set()
+        grown: list[int] = []
+        for slot in growing:
+            if self._safe([*grown, slot]):
+                grown.append(slot)
+        return set(growing) - set(grown)
+
+    def _safe(self, grown: Sequence[int] = (), newcomer: tuple[int, int] = (0, 0)) -> bool:
+        """Whether the state is safe once the slots in `grown` have a row more and a newcomer (rows, rows_max) is in."""
+        bytes_, growing = self._bytes, set(grown)
+        claims = [(bytes_[newcomer[1]] - bytes_[newcomer[0]], bytes_[newcomer[0]])]
+        for slot, account in self.accounts.items():
+            held = bytes_[max(account.rows, account.prompt) + (slot in growing)]
+            claims.append((bytes_[account.rows_max] - held, held))
+        free = self.budget_bytes - sum([held for _, held in claims])
+        if free < 0:
+            return False
+        claims.sort()
+        most = claims[-1][0]
+        for need, held in claims:
+            if free >= most:
+                return True
+            if need > free:
+                return False
+            free += held
+        return True
+
     def check(self) -> None:
-        """Proves conservation: every slot free or held, held within promised, promised within the budget."""
-        assert sorted([*self._free, *self.accounts]) == list(range(self.slots))
-        assert self._committed == sum(self.layout.committed(a.rows) for a in self.accounts.values())
-        assert self._promised == sum(self.layout.committed(a.rows_max) for a in self.accounts.values())
-        assert all(a.rows <= a.rows_max for a in self.accounts.values())
-        assert self._committed <= self._promised <= self.budget_bytes
+        """Proves conservation: every slot in one place, every sum equal to its parts, nothing beyond the pool."""
+        bytes_, accounts = self._bytes, self.accounts.values()
+        assert sorted([*self._free, *self.accounts, *self.resident]) == list(range(self.slots))
+        assert all(0 <= a.rows <= a.rows_max and a.prompt <= a.rows_max for a in accounts)
+        assert self._committed == sum(bytes_[a.rows] for a in accounts)
+        assert self._lent == sum(bytes_[a.lent] for a in accounts)
+        assert self._kept == sum(bytes_[rows] for rows in self.resident.values())
+        assert self._committed <= self._lent
+        assert self._lent + self._kept <= self.budget_bytes
+        assert self._safe()

@@ -12,7 +12,7 @@ from model.decoder import Decoder
 from model.kv_pool import KVPool
 from model.linear import padded
 from model.sampler import LogitsError, Row, Sampled, SamplingParams, sample
-from server.engine.sequence import Request, Sequence, Span, Step
+from server.engine.sequence import Copy, Release, Request, Sequence, Span, Step
 
 
 def use_threads(threads: int) -> None:
@@ -34,14 +34,14 @@ class Runner:
         """Makes one token in the first slot and gives the slot back: what can break or is slow once, is so now."""
         request = Request("warm-up", prompt=(0,), max_tokens=1, sampling=SamplingParams(temperature=0.0))
         outcome = self.run(Step((), (Span(Sequence(request, slot=0), 0, 1),), ()))[0]
-        self.release([0])
+        self.move([Release(0)])
         if isinstance(outcome, Exception):
             raise outcome
         return outcome.token_id
 
     def run(self, step: Step) -> list[Sampled | Exception]:
         """One outcome per span that samples, in the step's order."""
-        self.release(step.freed)
+        self.move(step.moves)
         if not step.spans:
             return []
         for span in step.spans:
@@ -51,10 +51,13 @@ class Runner:
         sampling = (span.sequence for span in step.spans if span.samples)
         return [_sample(row, sequence) for row, sequence in zip(logits, sampling, strict=False)]  # logits may be padded
 
-    def release(self, slots: Iterable[int]) -> None:
-        """Gives the pages of these slots back."""
-        for slot in slots:
-            self.pool.release(slot)
+    def move(self, moves: Iterable[Release | Copy]) -> None:
+        """Copies rows between slots and gives pages back, in this order."""
+        for move in moves:
+            if isinstance(move, Copy):
+                self.pool.copy(move.source, move.target, move.rows)
+            else:
+                self.pool.release(move.slot, move.keep)
 
     def _batch(self, step: Step) -> Batch:
         tokens: list[int] = []

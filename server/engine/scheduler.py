@@ -2,67 +2,137 @@
 
 from __future__ import annotations
 
-from collections import deque
+import heapq
+from bisect import insort
 from collections.abc import Sequence as Seq
+from dataclasses import dataclass
+from itertools import count
 
 from model.sampler import Sampled
+from server.engine.cost import StepCost
 from server.engine.ledger import KVLedger
-from server.engine.sequence import Event, Failed, Finished, Request, Sequence, Span, Started, Step, Token
+from server.engine.sequence import (
+    Copy,
+    Event,
+    Failed,
+    Finished,
+    Release,
+    Request,
+    Reused,
+    Sequence,
+    Span,
+    Started,
+    Step,
+    Token,
+)
+
+AGEING_S = 10.0  # a request of the next lower priority is overtaken for so long, and no longer
+LOOK_AHEAD = 16  # so many of those that wait are tried when something has come free
+WORTH_COPYING = 16  # rows of a common prefix below which computing them is as good
+
+
+@dataclass(slots=True)
+class Counts:
+    """What has happened since the start."""
+
+    admitted: int = 0
+    bypasses: int = 0  # times that one from behind was let in before its turn
+    held_steps: int = 0  # steps that a sequence had to sit out for the sake of a safe state, or of what was promised
+    late: int = 0  # slots given later than told
+    expired: int = 0
+    prefix_hits: int = 0
+    prefix_rows: int = 0  # rows that did not have to be computed
 
 
 class Scheduler:
     """Sequences join and leave at every step; nothing admitted is ever preempted.
 
-    A step takes one row of every sequence that decodes, and beside them at most `prefill_chunk` rows of prompts, first
-    come first served, so that a long prompt never stalls the running streams for longer than one chunk.
+    A step takes one row of every sequence that decodes, and beside them rows of prompts: those that the timetable has
+    for them in this step, and as many more, first come first served, as `prefill_chunk` and the wished token gap allow.
     """
 
-    def __init__(self, ledger: KVLedger, prefill_chunk: int) -> None:
+    def __init__(
+        self,
+        ledger: KVLedger,
+        prefill_chunk: int,
+        *,
+        token_gap_s: float | None = None,
+        bypass_limit: int = 16,
+        hold_limit_s: float = 30.0,
+    ) -> None:
         self.ledger = ledger
         self.prefill_chunk = prefill_chunk
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []
+        self.token_gap_s = token_gap_s
+        self.bypass_limit = bypass_limit
+        self.hold_limit_s = hold_limit_s
+        self.waiting: list[Sequence] = []  # in their order
+        self.running: list[Sequence] = []  # in the order of admission
+        self.resident: dict[int, Sequence] = {}  # ended, but their rows are still there
+        self.cost = StepCost()
+        self.counts = Counts()
         self._by_id: dict[str, list[Sequence]] = {}
-        self._freed: list[int] = []
+        self._moves: list[Release | Copy] = []
+        self._events: list[Event] = []
+        self._sat_out: list[Sequence] = []
+        self._held: set[str] = set()
+        self._timers: list[tuple[float, int, Sequence, bool]] = []  # a heap; True: only while it waits
+        self._serial = count()
+        self._planned_at = 0.0
+        self._changed = False  # whether someone waiting may have become admissible
+        self._due = 0  # the first step for which a start is booked
 
-    def submit(self, request: Request) -> None:
-        """Puts the request's choices at the end of the queue."""
+    # The verbs
+
+    def submit(self, request: Request, now: float) -> None:
+        """Puts the request's choices in the queue and books their starts. now: seconds of the engine's clock."""
         sequences = [Sequence(request, index) for index in range(request.n)]
-        self._by_id[request.id] = sequences
-        self.waiting.extend(sequences)
+        self._by_id[request.id] = sequences.copy()
+        for sequence in sequences:
+            serial = next(self._serial)
+            sequence.order = (now + AGEING_S * request.priority, serial)
+            insort(self.waiting, sequence, key=lambda s: s.order)
+            self._book(self.waiting.index(sequence))
+            for time, only_waiting in ((request.deadline, False), (request.start_by, True)):
+                if time is not None:
+                    heapq.heappush(self._timers, (time, serial, sequence, only_waiting))
+        self._changed = True
 
-    def plan(self) -> Step:
-        """Admits what fits and chooses the rows of the next step."""
-        started = self._admit()
-        spans, budget = [], self.prefill_chunk
-        for sequence in self.running:
-            if sequence.held:
-                continue
-            rows = sequence.to_compute
-            if rows > 1:
-                rows = min(rows, budget)
-                budget -= rows
-            if rows:
-                spans.append(Span(sequence, sequence.computed, sequence.computed + rows))
-        return Step(self.take_freed(), tuple(spans), tuple(started))
+    def plan(self, now: float) -> Step:
+        """Lets in who may come in, and chooses what the next step computes."""
+        self._planned_at = now
+        self._expire(now)
+        self._admit()
+        spans = self._choose()
+        while not spans and self._idle_until_due():
+            self._admit()
+            spans = self._choose()
+        events, self._events = tuple(self._events), []
+        return Step(self.take_moves(), tuple(spans), events)
 
-    def take_freed(self) -> tuple[int, ...]:
-        """Slots whose pages can go back to the operating system; each is told once."""
-        freed, self._freed = tuple(self._freed), []
-        return freed
+    def take_moves(self) -> tuple[Release | Copy, ...]:
+        """What is to be done in the pool before anything is computed; each is told once."""
+        moves, self._moves = tuple(self._moves), []
+        return moves
 
-    def commit(self, step: Step, outcomes: Seq[Sampled | Exception]) -> list[Event]:
+    def commit(self, step: Step, outcomes: Seq[Sampled | Exception], now: float) -> list[Event]:
         """Books what a step computed; one outcome per span that samples, in order: the token, or what went wrong."""
+        if not step.spans:
+            return []
+        self.cost.observe(step.rows, now - self._planned_at)
+        self.ledger.timetable.tick()
         events: list[Event] = []
         results = iter(outcomes)
         for span in step.spans:
             sequence = span.sequence
             assert sequence.slot is not None
-            sampled = span.samples
+            sampled = span.stop == len(sequence.tokens)
             sequence.computed = span.stop
             self.ledger.grow(sequence.slot, span.stop)
             if sampled:
-                events += self._advance(sequence, next(results))
+                self._advance(sequence, next(results), events)
+        for sequence in self._sat_out:
+            self._replan(sequence, force=True)
+        self._sat_out.clear()
         return events
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
@@ -75,58 +145,328 @@ class Scheduler:
                 self._drop(sequence)
 
     def hold(self, request_id: str, held: bool) -> None:
-        """Lets a request sit out until its reader has caught up."""
-        for sequence in self._sequences(request_id):
-            sequence.held = held
+        """Lets a request sit out until its reader has caught up; it is planned with its maximum meanwhile."""
+        sequences = self._sequences(request_id)
+        (self._held.add if held and sequences else self._held.discard)(request_id)
+        for sequence in sequences:
+            if sequence.slot is not None and sequence.held != held:
+                sequence.held = held
+                self._replan(sequence, force=True)
+                self._changed = True
 
-    def longest_wait_steps(self) -> int:
-        """Steps after which, at the latest, the first running sequence has ended and its slot is free."""
-        return min((s.request.rows_max - s.computed for s in self.running if not s.held), default=0)
+    # Waiting
+
+    def latest_s(self, sequence: Sequence) -> float | None:
+        """Seconds after which a waiting sequence has its slot at the latest; None when it is too far to tell."""
+        return None if sequence.plan is None else self.seconds_until(sequence.plan.begin)
+
+    def next_start_s(self) -> float:
+        """Seconds after which the next one waiting has its slot at the latest; 0 when nobody waits."""
+        return self.seconds_until(self._due) if self.waiting else 0.0
+
+    def seconds_until(self, step: int) -> float:
+        """What the steps before `step` cost, with all the rows planned for them."""
+        timetable = self.ledger.timetable
+        steps = max(0, step - timetable.now)
+        rows = int(timetable.ahead(timetable.now, steps)[1:].sum())
+        return steps * self.cost.base + rows * self.cost.slope
+
+    def next_expiry(self) -> float | None:
+        """When plan() has something to do even if nothing else happens."""
+        return self._timers[0][0] if self._timers else None
+
+    def check(self) -> None:
+        """Proves that the books agree with each other; for tests and for idle moments."""
+        ledger, table = self.ledger, self.ledger.timetable
+        ledger.check()
+        assert {s.slot for s in self.running} == set(ledger.accounts)
+        assert {slot: s.computed for slot, s in self.resident.items()} == ledger.resident
+        assert all(s.computed == ledger.accounts[s.slot].rows for s in self.running if s.slot is not None)
+        assert self.waiting == sorted(self.waiting, key=lambda s: s.order)
+        plans = [account.plan for account in ledger.accounts.values()] + [s.plan for s in self.waiting if s.plan]
+        last = max((plan.end for plan in plans), default=table.now)
+        sums = table.ahead(table.now, last + 100 - table.now).copy()
+        for plan in plans:
+            take = plan.take[:, max(0, table.now - plan.begin) :]
+            at = max(plan.begin, table.now) - table.now
+            sums[:, at : at + take.shape[1]] -= take
+        assert not sums.any(), "the timetable is the sum of all plans"
 
     def _sequences(self, request_id: str) -> list[Sequence]:
         return list(self._by_id.get(request_id, ()))
 
-    def _admit(self) -> list[Started]:
-        started = []
-        while self.waiting:
-            sequence = self.waiting[0]
-            rows_max = sequence.request.rows_max
-            slot = self.ledger.admit(sequence.request.id, rows_max)
-            if slot is None:
-                break
-            self.waiting.popleft()
-            sequence.slot = slot
-            self.running.append(sequence)
-            layout = self.ledger.layout
-            held = layout.committed(len(sequence.request.prompt))
-            started.append(Started(sequence.request.id, sequence.index, slot, held, layout.committed(rows_max)))
-        return started
+    def _book(self, at: int) -> None:
+        """Books a start for the one at place `at` of the queue: not before the one ahead of it."""
+        sequence, earliest = self.waiting[at], self.ledger.timetable.now
+        if at:
+            ahead = self.waiting[at - 1].plan
+            if ahead is None:
+                return
+            earliest = max(earliest, ahead.begin)
+        request = sequence.request
+        sequence.plan = self.ledger.book(len(request.prompt), request.rows_max, earliest)
+        if sequence.plan:
+            self._due = min(self._due, sequence.plan.begin)
 
-    def _advance(self, sequence: Sequence, outcome: Sampled | Exception) -> list[Event]:
+    def _expire(self, now: float) -> None:
+        while self._timers and self._timers[0][0] <= now:
+            sequence, only_waiting = heapq.heappop(self._timers)[2:]
+            siblings = self._by_id.get(sequence.request.id, [])
+            if sequence not in siblings or (only_waiting and any(s.slot is not None for s in siblings)):
+                continue
+            self._events.append(Finished(sequence.request.id, sequence.index, "deadline"))
+            self.counts.expired += 1
+            self._drop(sequence)
+
+    def _admit(self) -> None:
+        """Starts whose time has come, and before their time those that delay nobody, in the order of the queue.
+
+        One that is passed over may be passed `bypass_limit` times; then all behind it wait for their own time.
+        """
+        clock = self.ledger.timetable.now
+        if not (self.waiting and (self._changed or clock >= self._due)):
+            return
+        self._changed = False
+        passed: list[Sequence] = []
+        closed = False
+        for sequence in self.waiting.copy():
+            due = sequence.plan is not None and sequence.plan.begin <= clock
+            if (closed and not due) or sequence.request.id in self._held:
+                continue
+            if self._start(sequence):
+                if not due:
+                    self.counts.bypasses += bool(passed)
+                    for other in passed:
+                        other.passed += 1
+                        closed |= other.passed >= self.bypass_limit
+                continue
+            if due:
+                self._postpone(sequence)
+            passed.append(sequence)
+            closed |= sequence.passed >= self.bypass_limit or len(passed) >= LOOK_AHEAD
+        self._due = min((s.plan.begin for s in self.waiting if s.plan), default=clock)
+
+    def _idle_until_due(self) -> bool:
+        """Lets a step pass in which nothing is computed, when all that is there waits for its time to come."""
+        if any(sequence.held for sequence in self.running):
+            return False  # their readers decide how it goes on
+        if not self.running and not any(s.plan and s.request.id not in self._held for s in self.waiting):
+            return False
+        self.ledger.timetable.tick()
+        return True
+
+    def _postpone(self, sequence: Sequence) -> None:
+        """Books anew what could not start when it was due: someone has fallen behind the plan."""
+        self.counts.late += 1
+        if sequence.plan:
+            self.ledger.timetable.remove(sequence.plan)
+        request = sequence.request
+        sequence.plan = self.ledger.book(len(request.prompt), request.rows_max, self.ledger.timetable.now + 1)
+
+    def _start(self, sequence: Sequence) -> bool:
+        """Gives one that waits its slot, with what there is of its prompt already; False when it must wait."""
+        request, ledger = sequence.request, self.ledger
+        prompt = len(request.prompt)
+        plan = ledger.start(prompt, request.rows_max, sequence.plan)
+        if plan is None:
+            return False
+        self.waiting.remove(sequence)
+        sequence.plan = None
+        source, shared = self._source(sequence)
+        adopted = None
+        if source and source.slot in ledger.resident:
+            if shared == source.computed or not ledger.can_keep(source.slot, prompt):
+                adopted = source.slot
+            else:
+                ledger.touch(source.slot)
+        sequence.slot, given_up = ledger.open(request.id, prompt, request.rows_max, plan, adopted)
+        self.running.append(sequence)
+        self.counts.admitted += 1
+        self._give_up(given_up)
+        if source and adopted is not None:
+            del self.resident[adopted]
+            source.slot = None
+            if shared < source.computed:
+                self._moves.append(Release(adopted, keep=shared))
+            self._reuse(sequence, shared)
+        elif source:
+            sequence.source, sequence.shared = source, shared
+            self._follow(sequence)
+        layout = ledger.layout
+        held, most = layout.committed(prompt), layout.committed(request.rows_max)
+        self._events.append(Started(request.id, sequence.index, sequence.slot, held, most, sequence.cached))
+        return True
+
+    # Running
+
+    def _choose(self) -> list[Span]:
+        clock, ledger = self.ledger.timetable.now, self.ledger
+        spans: list[Span] = []
+        prompts: list[Sequence] = []
+        growing: list[int] = []
+        for sequence in self.running:
+            if sequence.held:
+                continue
+            if sequence.source is not None and self._follow(sequence):
+                self._events.append(Reused(sequence.request.id, sequence.index, sequence.cached))
+            computed = sequence.computed
+            if computed + 1 < len(sequence.tokens):
+                prompts.append(sequence)
+                continue
+            slot = sequence.slot
+            assert slot is not None
+            if sequence.generated:
+                if clock <= ledger.accounts[slot].plan.ready and not self._replan(sequence, force=False):
+                    self.counts.held_steps += 1  # it is ahead of its plan, and others were promised what it would take
+                    continue
+                if ledger.growth(slot):
+                    growing.append(slot)
+            spans.append(Span(sequence, computed, computed + 1))
+        if growing:
+            spans = self._grow(spans, growing)
+        return spans + self._prefill(prompts, len(spans))
+
+    def _grow(self, spans: list[Span], growing: list[int]) -> list[Span]:
+        """Makes room for those that take a new page; lets sit out those that would leave no safe order."""
+        refused = self.ledger.must_wait(growing)
+        if refused:
+            self._sat_out = [span.sequence for span in spans if span.sequence.slot in refused]
+            self.counts.held_steps += len(refused)
+            spans = [span for span in spans if span.sequence.slot not in refused]
+        self._give_up(self.ledger.make_room(sum(map(self.ledger.growth, set(growing) - refused))))
+        return spans
+
+    def _prefill(self, prompts: list[Sequence], decoding: int) -> list[Span]:
+        """Rows of prompts: first those that the timetable has for this step, then first come first served."""
+        clock, accounts = self.ledger.timetable.now, self.ledger.accounts
+        sure = []
+        for sequence in prompts:
+            assert sequence.slot is not None
+            if accounts[sequence.slot].plan.ready < clock:
+                self._replan(sequence, force=True)  # it is behind its plan
+            left = len(sequence.tokens) - sequence.computed
+            sure.append(min(left, accounts[sequence.slot].plan.prompt_rows(clock)))
+        spare = self._prefill_budget(decoding) - sum(sure)
+        spans = []
+        for sequence, rows in zip(prompts, sure, strict=True):
+            if spare > 0 and sequence.source is None:
+                more = min(spare, len(sequence.tokens) - sequence.computed - rows)
+                rows, spare = rows + more, spare - more
+            if rows:
+                spans.append(Span(sequence, sequence.computed, sequence.computed + rows))
+        return spans
+
+    def _prefill_budget(self, decoding: int) -> int:
+        """Prompt rows for this step, so that those that decode keep their pace."""
+        if self.token_gap_s is None or not decoding:
+            return self.prefill_chunk
+        return min(self.prefill_chunk, self.cost.rows_within(self.token_gap_s, 1 << 20) - decoding)
+
+    def _advance(self, sequence: Sequence, outcome: Sampled | Exception, events: list[Event]) -> None:
         request = sequence.request
         if isinstance(outcome, Exception):
-            self._drop(sequence)
-            return [Failed(request.id, sequence.index, str(outcome))]
+            self._drop(sequence, keep=False)
+            events.append(Failed(request.id, sequence.index, str(outcome)))
+            return
         token_id = outcome.token_id
         sequence.tokens.append(token_id)
-        events: list[Event] = [Token(request.id, sequence.index, token_id, outcome.logprobs)]
+        events.append(Token(request.id, sequence.index, token_id, outcome.logprobs))
+        generated = len(sequence.tokens) - len(request.prompt)
         # an end token is an end even where it is also the last token allowed
-        reason = (
-            "stop" if token_id in request.stop_ids else "length" if sequence.generated == request.max_tokens else None
-        )
+        reason = "stop" if token_id in request.stop_ids else "length" if generated == request.max_tokens else None
         if reason:
             self._drop(sequence)
             events.append(Finished(request.id, sequence.index, reason))
-        return events
+        elif generated == 1:
+            self._replan(sequence, force=False)  # its prompt may have been computed earlier than planned
 
-    def _drop(self, sequence: Sequence) -> None:
+    def _replan(self, sequence: Sequence, force: bool) -> bool:
+        """Puts a running sequence's plan right: from here on it goes on, or stands still while its reader is slow."""
+        assert sequence.slot is not None
+        still = 0
+        if sequence.held:
+            step = self.cost.predict(len(self.running)) or 0.01
+            still = min(max(1, int(self.hold_limit_s / step)), self.ledger.HORIZON)
+        left = max(0, len(sequence.request.prompt) - sequence.computed)
+        return self.ledger.replan(sequence.slot, left, force, still)
+
+    def _drop(self, sequence: Sequence, keep: bool = True) -> None:
         siblings = self._by_id[sequence.request.id]
         siblings.remove(sequence)
         if not siblings:
             del self._by_id[sequence.request.id]
+            self._held.discard(sequence.request.id)
+        self._changed = True
         if sequence.slot is None:
             self.waiting.remove(sequence)
+            if sequence.plan:
+                self.ledger.timetable.remove(sequence.plan)
+            return
+        self.running.remove(sequence)
+        keep = keep and sequence.request.cache_prefix
+        self.ledger.close(sequence.slot, keep)
+        if sequence.slot in self.ledger.resident:
+            self.resident[sequence.slot] = sequence
         else:
-            self.running.remove(sequence)
-            self.ledger.release(sequence.slot)
-            self._freed.append(sequence.slot)
+            self._moves.append(Release(sequence.slot))
+            sequence.slot = None
+
+    # Reuse of prefixes
+
+    def _source(self, sequence: Sequence) -> tuple[Sequence | None, int]:
+        """Who has, or is just computing, the longest beginning of the sequence's prompt, and how many rows of it.
+
+        The last row of a prompt is always computed: the first token comes out of it.
+        """
+        best, most = None, WORTH_COPYING - 1
+        if sequence.request.cache_prefix:
+            salt, tokens = sequence.request.cache_salt, sequence.tokens
+            for other in (*self.running, *self.resident.values()):
+                if other.request.cache_prefix and other.request.cache_salt == salt:
+                    known = other.computed if other.slot in self.resident else len(other.request.prompt)
+                    rows = common_prefix(tokens, other.tokens, min(len(tokens) - 1, max(known, other.computed)))
+                    if rows > most:
+                        best, most = other, rows
+        return best, most if best else 0
+
+    def _follow(self, sequence: Sequence) -> bool:
+        """Copies the shared rows once their source has computed them, or as many as there are when it stops."""
+        source = sequence.source
+        assert source is not None and sequence.slot is not None
+        if source.slot in self.ledger.accounts and not source.held and source.computed < sequence.shared:
+            return False
+        sequence.source = None
+        rows = min(sequence.shared, source.computed)
+        if source.slot is None or rows <= sequence.computed:
+            return False
+        self._moves.append(Copy(source.slot, sequence.slot, rows))
+        self._reuse(sequence, rows)
+        return True
+
+    def _reuse(self, sequence: Sequence, rows: int) -> None:
+        assert sequence.slot is not None
+        sequence.cached = rows - sequence.computed
+        sequence.computed = rows
+        self.ledger.grow(sequence.slot, rows)
+        self.counts.prefix_hits += 1
+        self.counts.prefix_rows += sequence.cached
+
+    def _give_up(self, slots: list[int]) -> None:
+        """Forgets the rows of resident slots whose seat or bytes are wanted."""
+        for slot in slots:
+            self.resident.pop(slot).slot = None
+            self._moves.append(Release(slot))
+
+
+def common_prefix(one: list[int], other: list[int], limit: int) -> int:
+    """How many tokens two lists have in common at their beginning, at most `limit`."""
+    low, high = 0, min(len(one), len(other), limit)
+    if one[:16] != other[:16]:
+        high = min(high, 16)
+    while low < high:  # the first `low` are equal
+        middle = (low + high + 1) // 2
+        if one[low:middle] == other[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from model.kv_memory import rows_max
 from model.sampler import Logprobs, SamplingParams
+from server.engine.ledger import Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,6 +19,11 @@ class Request:
     sampling: SamplingParams
     stop_ids: frozenset[int] = frozenset()
     n: int = 1
+    priority: int = 0  # lower goes first
+    deadline: float | None = None  # both in seconds of the engine's clock: when it must have ended,
+    start_by: float | None = None  # and when it must have got its first slot
+    cache_prefix: bool = True
+    cache_salt: str = ""
 
     @property
     def rows_max(self) -> int:
@@ -38,7 +44,13 @@ class Sequence:
     tokens: list[int] = field(init=False)
     computed: int = 0
     slot: int | None = None
-    held: bool = False
+    held: bool = False  # its reader has fallen behind
+    plan: Plan | None = None  # while it waits: what was booked for it
+    order: tuple[float, int] = (0.0, 0)  # its place among those that wait
+    passed: int = 0  # how many from behind have been let in before it
+    source: Sequence | None = None  # who computes `shared` rows of its prompt just now
+    shared: int = 0
+    cached: int = 0  # rows that it did not have to compute
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -52,7 +64,7 @@ class Sequence:
         return len(self.tokens) - self.computed
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Span:
     """Positions start..stop-1 of one sequence, to be computed now."""
 
@@ -90,7 +102,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sequence ended as it should: 'stop' or 'length'."""
+    """A sequence ended as it should: 'stop', 'length' or 'deadline'."""
 
     request_id: str
     index: int
@@ -106,14 +118,40 @@ class Failed:
     message: str
 
 
-Event = Started | Token | Finished | Failed
+@dataclass(frozen=True, slots=True)
+class Reused:
+    """After its start, `cached_tokens` of a sequence's prompt were copied from one that had just computed them."""
+
+    request_id: str
+    index: int
+    cached_tokens: int
+
+
+Event = Started | Token | Finished | Failed | Reused
+
+
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Hand back the pages of a slot, but for those of its first `keep` rows."""
+
+    slot: int
+    keep: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """Copy the first `rows` rows of one slot to another."""
+
+    source: int
+    target: int
+    rows: int
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What to compute now: first hand back the pages of `freed` slots, then compute all spans at once."""
+    """What to do now: first the moves in the pool, one after another, then compute all spans at once."""
 
-    freed: tuple[int, ...]
+    moves: tuple[Release | Copy, ...]
     spans: tuple[Span, ...]
     events: tuple[Event, ...]
 

@@ -66,6 +66,7 @@ def _slots(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
     pool = {
         "budget_bytes": ledger.budget_bytes,
         "committed_bytes": ledger.committed_bytes,
+        "lent_bytes": ledger.lent_bytes,
         "resident_bytes": runner.pool.resident_bytes(),
         "bytes_per_token": layout.bytes_per_token,
         "peak_demand_bytes": ledger.peak_demand_bytes,

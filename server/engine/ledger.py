@@ -78,31 +78,34 @@ class Timetable:
     def remove(self, plan: Plan) -> None:
         self.add(plan, -1)
 
-    def spread(self, rows: int, begin: int) -> Table:
-        """How `rows` prompt rows fit between those of others, from step `begin` on: rows in each step."""
+    def full(self, bytes_: int, booked: Plan | None) -> bool:
+        """Whether there is no seat or no room for `bytes_` in this very step, beside all plans but the booked one."""
+        column = self._sums[:, self.now - self._base]
+        own = booked.take[:, self.now - booked.begin] if booked and booked.begin <= self.now <= booked.end else (0, 0)
+        over = column[SEATS] - own[SEATS] >= self.limits[SEATS, 0]
+        return bool(over or column[BYTES] - own[BYTES] + bytes_ > self.limits[BYTES, 0])
+
+    def spread(self, rows: int, begin: int) -> list[int]:
+        """How `rows` rows of a prompt fit between those of others, from step `begin` on: rows in each step."""
         limit, steps = int(self.limits[PROMPT, 0]), 8
-        while True:
-            free = np.maximum(limit - self.ahead(begin, steps)[PROMPT], 0)
-            done = np.minimum(np.cumsum(free), rows)
-            if done[-1] == rows:
-                break
+        spread: list[int] = []
+        while rows:
+            for taken in self.ahead(begin, steps)[PROMPT][len(spread) :].tolist():
+                part = min(rows, max(0, limit - taken))
+                spread.append(part)
+                rows -= part
+                if not rows:
+                    break
             steps *= 2
-        return np.diff(done[: int(np.searchsorted(done, rows)) + 1], prepend=0)
+        return spread
 
-    def postpone(self, plan: Plan) -> int | None:
-        """None when the plan fits; else the first step at which it could begin, by the clashes seen.
-
-        At a step t where u bytes are left, a plan may be at most as far as the largest s with bytes(s) <= u, so it may
-        not begin before t - s. Where no seat is left it may not begin before t + 1.
-        """
-        room = self.limits - self.ahead(plan.begin, plan.take.shape[1])  # [3, steps]
-        clashes = np.flatnonzero((plan.take[:PROMPT] > room[:PROMPT]).any(axis=0))
-        if not clashes.size:
+    def clash(self, plan: Plan) -> int | None:
+        """The last step at which the plan asks for more bytes or seats than are left; None when it fits."""
+        sums = self.ahead(plan.begin, plan.take.shape[1])
+        over = plan.take[:PROMPT] + sums[:PROMPT] > self.limits[:PROMPT]  # [2, steps]
+        if not over.any():
             return None
-        bytes_ = plan.take[BYTES]
-        phase = np.searchsorted(bytes_, room[BYTES, clashes], side="right") - 1
-        phase[room[SEATS, clashes] < 1] = -1
-        return max(plan.begin + 1, int((plan.begin + clashes - phase).max()))
+        return plan.begin + int(np.flatnonzero(over.any(axis=0))[-1])
 
 
 @dataclass(slots=True)
@@ -141,6 +144,7 @@ class KVLedger:
         self._curve = np.array(self._bytes, np.int64)
         self._free = list(range(slots))  # a heap: the lowest free slot is lent first
         self._lent = self._kept = self._committed = 0
+        self._strained = -1  # the last step at which the plans together take too much, because some had to change
 
     @property
     def free_slots(self) -> int:
@@ -175,9 +179,9 @@ class KVLedger:
 
     def plan(self, held: int, prompt_rows: int, rows_max: int, begin: int) -> Plan:
         """From step `begin` on: `held` rows flat while `prompt_rows` of them are computed, then growing to rows_max."""
-        lane = self.timetable.spread(prompt_rows, begin) if prompt_rows else np.zeros(0, np.int64)
-        flat, growth = len(lane), rows_max - held
-        take = np.zeros((3, flat + growth), np.int64)
+        lane = self.timetable.spread(prompt_rows, begin)
+        flat, steps = len(lane), len(lane) + rows_max - held
+        take = np.zeros((3, steps), np.int64)
         take[BYTES, :flat] = self._bytes[held]
         take[BYTES, flat:] = self._curve[held + 1 : rows_max + 1]
         if self.rule == "reserve":
@@ -186,27 +190,37 @@ class KVLedger:
         take[PROMPT, :flat] = lane
         return Plan(begin, begin + flat - 1, take)
 
-    def fits(self, plan: Plan) -> bool:
-        return self.timetable.postpone(plan) is None
-
     def book(self, prompt: int, rows_max: int, earliest: int) -> Plan | None:
-        """Books the earliest plan of one not yet admitted that fits beside all others; None beyond the horizon."""
-        begin: int | None = earliest
-        while begin is not None and begin - self.timetable.now <= self.HORIZON:
+        """Books a start at the first step from `earliest` on that leaves all others their plans; None beyond HORIZON.
+
+        From its start on, the booking takes at each step what the sequence would have if it had started now. So it
+        covers every start between now and then, and whoever is let in early stays within its own booking from the
+        booked step on: nobody's early start can be in the way of another's booked one.
+        """
+        begin, now = earliest, self.timetable.now
+        while begin - now <= self.HORIZON:
             plan = self.plan(prompt, prompt, rows_max, begin)
-            begin = self.timetable.postpone(plan)
-            if begin is None:
+            grown = min(prompt + begin - now, rows_max)
+            cover = self._curve[grown : min(grown + plan.take.shape[1], rows_max + 1)]
+            plan.take[BYTES] = self._bytes[rows_max]
+            if self.rule == "peak":
+                plan.take[BYTES, : len(cover)] = cover
+            clash = self.timetable.clash(plan)
+            if clash is None:
                 self.timetable.add(plan)
                 return plan
+            begin = clash + 1
         return None
 
     def start(self, prompt: int, rows_max: int, booked: Plan | None) -> Plan | None:
-        """A plan that begins now in place of the booked one, booked in its stead; None when it does not fit."""
+        """A plan that begins now, booked in place of `booked`; None when it does not fit."""
         now = self.timetable.now
+        if self.timetable.full(self._bytes[prompt], booked):
+            return None
         if booked:
             self.timetable.remove(booked)
-        plan = booked if booked and booked.begin == now else self.plan(prompt, prompt, rows_max, now)
-        if self.fits(plan) and self._safe(newcomer=(prompt, rows_max)):
+        plan = self.plan(prompt, prompt, rows_max, now)
+        if self.timetable.clash(plan) is None and (not self.strained or self._safe(newcomer=(prompt, rows_max))):
             self.timetable.add(plan)
             return plan
         if booked:
@@ -226,9 +240,12 @@ class KVLedger:
             take[BYTES] = self._bytes[account.rows_max]
             plan = Plan(now, now + still, take)
         self.timetable.remove(account.plan)
-        if not force and not self.fits(plan):
-            self.timetable.add(account.plan)
-            return False
+        clash = self.timetable.clash(plan)
+        if clash is not None:
+            if not force:
+                self.timetable.add(account.plan)
+                return False
+            self._strained = max(self._strained, clash)
         self.timetable.add(plan)
         account.plan = plan
         return True
@@ -276,10 +293,12 @@ class KVLedger:
         account = self.accounts[slot]
         before, bytes_ = account.rows, self._bytes
         assert before <= rows <= account.rows_max, (slot, account, rows)
-        self._committed += bytes_[rows] - bytes_[before]
-        if rows > account.prompt:
-            self._lent += bytes_[rows] - bytes_[max(before, account.prompt)]
         account.rows = rows
+        growth = bytes_[rows] - bytes_[before]
+        if growth:
+            self._committed += growth
+            if rows > account.prompt:
+                self._lent += bytes_[rows] - bytes_[max(before, account.prompt)]
 
     def close(self, slot: int, keep: bool) -> None:
         """The sequence has ended: bytes, seat and the rest of its plan are free; its rows may stay for reuse."""
@@ -295,10 +314,15 @@ class KVLedger:
 
     # The safety net
 
+    @property
+    def strained(self) -> bool:
+        """Whether the plans take too much at some step: someone fell behind. While not, every state is safe."""
+        return self._strained >= self.timetable.now
+
     def growth(self, slot: int) -> int:
-        """Bytes that one more row costs the holder of `slot`."""
-        lent = self.accounts[slot].lent
-        return self._bytes[lent + 1] - self._bytes[lent]
+        """Bytes that one more row costs the holder of `slot`, whose prompt is computed."""
+        rows = self.accounts[slot].rows
+        return self._bytes[rows + 1] - self._bytes[rows]
 
     def must_wait(self, growing: list[int]) -> set[int]:
         """Of the slots that are to grow by a row, oldest first: those whose growth would leave no safe order.
@@ -306,7 +330,7 @@ class KVLedger:
         The banker's algorithm (Dijkstra 1965): a state is safe when all can finish one after another, the smallest
         remaining need first, each from what is free and what those before it gave back.
         """
-        if self._safe(growing):
+        if not self.strained or self._safe(growing):
             return set()
         grown: list[int] = []
         for slot in growing:

@@ -78,7 +78,8 @@ class Scheduler:
         self._timers: list[tuple[float, int, Sequence, bool]] = []  # a heap; True: only while it waits
         self._serial = count()
         self._planned_at = 0.0
-        self._changed = False  # whether someone waiting may have become admissible
+        self._freed = 0  # how often something has come free: worth another try for those that wait
+        self._tried = 0  # for which of these they were tried
         self._due = 0  # the first step for which a start is booked
 
     # The verbs
@@ -95,7 +96,7 @@ class Scheduler:
             for time, only_waiting in ((request.deadline, False), (request.start_by, True)):
                 if time is not None:
                     heapq.heappush(self._timers, (time, serial, sequence, only_waiting))
-        self._changed = True
+        self._tried = -1
 
     def plan(self, now: float) -> Step:
         """Lets in who may come in, and chooses what the next step computes."""
@@ -122,12 +123,13 @@ class Scheduler:
         self.ledger.timetable.tick()
         events: list[Event] = []
         results = iter(outcomes)
+        grow = self.ledger.grow
         for span in step.spans:
-            sequence = span.sequence
+            sequence, stop = span.sequence, span.stop
             assert sequence.slot is not None
-            sampled = span.stop == len(sequence.tokens)
-            sequence.computed = span.stop
-            self.ledger.grow(sequence.slot, span.stop)
+            sampled = stop == len(sequence.tokens)
+            sequence.computed = stop
+            grow(sequence.slot, stop)
             if sampled:
                 self._advance(sequence, next(results), events)
         for sequence in self._sat_out:
@@ -152,7 +154,7 @@ class Scheduler:
             if sequence.slot is not None and sequence.held != held:
                 sequence.held = held
                 self._replan(sequence, force=True)
-                self._changed = True
+                self._freed += 1
 
     # Waiting
 
@@ -224,22 +226,23 @@ class Scheduler:
         One that is passed over may be passed `bypass_limit` times; then all behind it wait for their own time.
         """
         clock = self.ledger.timetable.now
-        if not (self.waiting and (self._changed or clock >= self._due)):
+        if not self.waiting or (self._tried == self._freed and clock < self._due):
             return
-        self._changed = False
+        self._tried = self._freed
         passed: list[Sequence] = []
         closed = False
         for sequence in self.waiting.copy():
             due = sequence.plan is not None and sequence.plan.begin <= clock
             if (closed and not due) or sequence.request.id in self._held:
                 continue
-            if self._start(sequence):
+            if (due or sequence.tried != self._freed) and self._start(sequence):
                 if not due:
                     self.counts.bypasses += bool(passed)
                     for other in passed:
                         other.passed += 1
                         closed |= other.passed >= self.bypass_limit
                 continue
+            sequence.tried = self._freed
             if due:
                 self._postpone(sequence)
             passed.append(sequence)
@@ -300,7 +303,8 @@ class Scheduler:
     # Running
 
     def _choose(self) -> list[Span]:
-        clock, ledger = self.ledger.timetable.now, self.ledger
+        ledger, clock = self.ledger, self.ledger.timetable.now
+        accounts = ledger.accounts
         spans: list[Span] = []
         prompts: list[Sequence] = []
         growing: list[int] = []
@@ -309,14 +313,13 @@ class Scheduler:
                 continue
             if sequence.source is not None and self._follow(sequence):
                 self._events.append(Reused(sequence.request.id, sequence.index, sequence.cached))
-            computed = sequence.computed
+            computed, slot = sequence.computed, sequence.slot
+            assert slot is not None
             if computed + 1 < len(sequence.tokens):
                 prompts.append(sequence)
                 continue
-            slot = sequence.slot
-            assert slot is not None
-            if sequence.generated:
-                if clock <= ledger.accounts[slot].plan.ready and not self._replan(sequence, force=False):
+            if computed >= len(sequence.request.prompt):
+                if clock <= accounts[slot].plan.ready and not self._replan(sequence, force=False):
                     self.counts.held_steps += 1  # it is ahead of its plan, and others were promised what it would take
                     continue
                 if ledger.growth(slot):
@@ -396,7 +399,7 @@ class Scheduler:
         if not siblings:
             del self._by_id[sequence.request.id]
             self._held.discard(sequence.request.id)
-        self._changed = True
+        self._freed += 1
         if sequence.slot is None:
             self.waiting.remove(sequence)
             if sequence.plan:

@@ -47,6 +47,7 @@ class Sequence:
     held: bool = False  # its reader has fallen behind
     plan: Plan | None = None  # while it waits: what was booked for it
     order: tuple[float, int] = (0.0, 0)  # its place among those that wait
+    tried: int = -1  # what had come free when it was last tried in vain
     passed: int = 0  # how many from behind have been let in before it
     source: Sequence | None = None  # who computes `shared` rows of its prompt just now
     shared: int = 0
@@ -90,7 +91,7 @@ class Started:
     cached_tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)  # not frozen: there are thousands a second, and freezing makes them twice as slow
 class Token:
     """One generated token."""
 
@@ -157,4 +158,4 @@ class Step:
 
     @property
     def rows(self) -> int:
-        return sum(span.stop - span.start for span in self.spans)
+        return sum([span.stop - span.start for span in self.spans])

@@ -1,0 +1,346 @@
+"""The real scheduler and ledger on a trace, with a runner that computes nothing: what a rule of admission is worth.
+
+    python deploy/simulate.py                                    the five mixes under every rule
+    python deploy/simulate.py --mix full --rule peak --requests 100000
+    python deploy/simulate.py --trace requests.csv               columns: arrival, prompt, max_tokens, output
+
+A step takes --step-ms (1 s by default, so that time is steps) and --row-us for each of its rows. Requests of a mix
+arrive as fast as the queue takes them (--queue), those of a trace at their time in seconds. `optimistic` is a model of
+servers that admit whatever fits now and, when the pool is full, evict the youngest and compute it again; `restart` has
+it generate again as well.
+"""
+
+from __future__ import annotations
+
+import argparse
+import csv
+import random
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from model.kv_memory import KVLayout
+from model.sampler import Sampled, SamplingParams
+from server.engine.ledger import KVLedger
+from server.engine.scheduler import Scheduler
+from server.engine.sequence import Finished, Request, Started, Step
+
+GREEDY = SamplingParams(temperature=0.0)
+GO_ON, END = Sampled(0), Sampled(1)
+RULES = ("reserve", "peak", "optimistic", "restart")
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """One request of a trace: when it comes, its prompt, what it asks for, and what it really uses, in tokens."""
+
+    arrival: float
+    prompt: int
+    max_tokens: int
+    output: int
+
+
+# The five mixes: `output` tokens are what clients use, `max_tokens` what they ask for.
+
+
+def _prompt(rng: random.Random) -> int:
+    return max(1, min(1500, int(rng.lognormvariate(5, 0.8))))
+
+
+def _answer(rng: random.Random, most: int, sigma: float = 0.7) -> int:
+    return min(most, max(1, int(rng.lognormvariate(4.8, sigma))))
+
+
+def tight(rng: random.Random) -> tuple[int, int, int]:
+    """Clients ask for about what they use: half of them exactly, half for up to three times as much."""
+    prompt, output = _prompt(rng), _answer(rng, 1024)
+    exact = rng.random() < 0.5
+    return prompt, output if exact else min(1024, int(output * rng.uniform(1, 3)) + 1), output
+
+
+def default(rng: random.Random) -> tuple[int, int, int]:
+    """Everyone asks for 512 and uses about 120."""
+    return _prompt(rng), 512, _answer(rng, 512)
+
+
+def mixed(rng: random.Random) -> tuple[int, int, int]:
+    """max_tokens is one of 64 to 1,024; about 120 are used, cut at max_tokens."""
+    prompt, asked = _prompt(rng), rng.choice([64, 128, 256, 512, 1024])
+    return prompt, asked, _answer(rng, asked, 0.9)
+
+
+def full(rng: random.Random) -> tuple[int, int, int]:
+    """As mixed, but everyone uses all of max_tokens."""
+    prompt, asked, _ = mixed(rng)
+    return prompt, asked, asked
+
+
+def bimodal(rng: random.Random) -> tuple[int, int, int]:
+    """Short prompts, everyone asks for 1,024; three in ten use it all, the others 5 to 200."""
+    prompt = max(1, min(300, int(rng.lognormvariate(3.5, 0.6))))
+    return prompt, 1024, 1024 if rng.random() < 0.3 else rng.randint(5, 200)
+
+
+MIXES = {mix.__name__: mix for mix in (tight, default, mixed, full, bimodal)}
+
+
+def mix_jobs(mix: str, requests: int, seed: int) -> Iterator[Job]:
+    rng = random.Random(seed)
+    for _ in range(requests):
+        yield Job(0.0, *MIXES[mix](rng))
+
+
+def trace_jobs(path: str) -> Iterator[Job]:
+    with open(path, newline="") as file:
+        for row in csv.DictReader(file):
+            yield Job(float(row["arrival"]), int(row["prompt"]), int(row["max_tokens"]), int(row["output"]))
+
+
+@dataclass(slots=True)
+class Figures:
+    """What a run was like. Queue times are in units of time, gaps in steps."""
+
+    steps: int = 0
+    time: float = 0.0
+    running: int = 0  # summed over the steps
+    held_bytes: int = 0  # summed over the steps
+    held_steps: int = 0  # steps that a running sequence had to sit out
+    evicted: int = 0
+    late: int = 0  # started later than told
+    queued: list[float] = field(default_factory=list)
+    told: list[float] = field(default_factory=list)  # real wait / told wait, of those that had to wait
+    cpu_s: float = 0.0
+
+
+class Simulation:
+    """A scheduler under one rule, fed with jobs."""
+
+    def __init__(self, options: argparse.Namespace, rule: str, layout: KVLayout, pool_bytes: int) -> None:
+        self.options = options
+        ledger = KVLedger(layout, options.slots, pool_bytes, rule, options.chunk)
+        self.scheduler = Scheduler(ledger, options.chunk, bypass_limit=options.bypass_limit)
+        self.outputs: dict[str, int] = {}
+        self.figures = Figures()
+        self._told: dict[str, tuple[float, int, int]] = {}
+
+    def run(self, jobs: Iterator[Job]) -> Figures:
+        began = time.process_time()
+        job = next(jobs, None)
+        while job or self.outputs:
+            while job and job.arrival <= self.figures.time and len(self.scheduler.waiting) < self.options.queue:
+                self._submit(job)
+                job = next(jobs, None)
+            if not self.outputs and job:
+                self.figures.time = job.arrival
+            self._step()
+        self.figures.cpu_s = time.process_time() - began
+        return self.figures
+
+    def _submit(self, job: Job) -> None:
+        scheduler, now = self.scheduler, self.figures.time
+        serial = str(len(self.figures.queued) + len(self._told))
+        self.outputs[serial] = job.output
+        request = Request(serial, (0,) * job.prompt, job.max_tokens, GREEDY, frozenset({1}), cache_prefix=False)
+        scheduler.submit(request, now)
+        plan = scheduler.waiting[-1].plan
+        clock = scheduler.ledger.timetable.now
+        self._told[serial] = (now, clock, plan.begin if plan else clock + KVLedger.HORIZON)
+
+    def _step(self) -> None:
+        figures, scheduler = self.figures, self.scheduler
+        step = scheduler.plan(figures.time)
+        for event in step.events:
+            if isinstance(event, Started):
+                came, clock, told = self._told.pop(event.request_id)
+                figures.queued.append(figures.time - came)
+                waited = scheduler.ledger.timetable.now - clock
+                figures.late += waited > told - clock
+                if told > clock:
+                    figures.told.append(waited / (told - clock))
+        figures.time += (self.options.step_ms + self.options.row_us * step.rows / 1000) / 1000
+        for event in scheduler.commit(step, self._outcomes(step), figures.time):
+            if isinstance(event, Finished):
+                del self.outputs[event.request_id]
+        figures.steps += bool(step.spans)
+        figures.running += len(scheduler.running)
+        figures.held_bytes += scheduler.ledger.lent_bytes
+        figures.held_steps = scheduler.counts.held_steps
+
+    def _outcomes(self, step: Step) -> list[Sampled]:
+        outcomes = []
+        for span in step.spans:
+            sequence = span.sequence
+            made = span.stop - len(sequence.request.prompt) + 1
+            if made > 0:
+                outcomes.append(END if made >= self.outputs[sequence.request.id] else GO_ON)
+        return outcomes
+
+
+@dataclass(slots=True, eq=False)
+class _Sequence:
+    """A sequence of the optimistic model. `rows` of `known` tokens are computed; an eviction takes all rows away."""
+
+    job: Job
+    came: float
+    known: int
+    rows: int = 0
+    started: bool = False
+
+
+class Optimistic:
+    """Admits whatever fits now, a prompt chunk by chunk; when a row finds no page, the youngest is evicted and put in
+    front of the queue, to be computed again. Nobody is admitted in a step that evicted.
+
+    restart: what it had generated is lost as well, and not only its rows."""
+
+    def __init__(self, options: argparse.Namespace, layout: KVLayout, pool_bytes: int, restart: bool) -> None:
+        self.restart = restart
+        self.options = options
+        self.cost = [layout.committed(rows) for rows in range(layout.max_context + 1)]
+        self.free = pool_bytes
+        self.waiting: deque[_Sequence] = deque()
+        self.running: list[_Sequence] = []
+        self.figures = Figures()
+
+    def run(self, jobs: Iterator[Job]) -> Figures:
+        figures, began, pool_bytes = self.figures, time.process_time(), self.free
+        job = next(jobs, None)
+        while job or self.waiting or self.running:
+            while job and job.arrival <= figures.time and len(self.waiting) < self.options.queue:
+                self.waiting.append(_Sequence(job, figures.time, job.prompt))
+                job = next(jobs, None)
+            if job and not self.waiting and not self.running:
+                figures.time = job.arrival
+                continue
+            rows = self._step()
+            figures.steps += 1
+            figures.time += (self.options.step_ms + self.options.row_us * rows / 1000) / 1000
+            figures.running += len(self.running)
+            figures.held_bytes += pool_bytes - self.free
+        figures.cpu_s = time.process_time() - began
+        return figures
+
+    def _step(self) -> int:
+        """One step: running ones oldest first, then new ones. Returns the rows computed."""
+        budget, evicted, computed = self.options.chunk, self.figures.evicted, 0
+        for sequence in self.running.copy():
+            if sequence.known - sequence.rows == 1:
+                computed += self._compute(sequence, 1)
+            elif budget:
+                done = self._compute(sequence, min(budget, sequence.known - sequence.rows))
+                budget, computed = budget - done, computed + done
+        while self.waiting and budget and len(self.running) < self.options.slots and self.figures.evicted == evicted:
+            sequence = self.waiting[0]
+            part = min(budget, sequence.known)
+            if self.cost[part] > self.free:
+                break
+            self.waiting.popleft()
+            if not sequence.started:
+                sequence.started = True
+                self.figures.queued.append(self.figures.time - sequence.came)
+            self.running.append(sequence)
+            computed, budget = computed + self._compute(sequence, part), budget - part
+        return computed
+
+    def _compute(self, sequence: _Sequence, rows: int) -> int:
+        """Rows computed: all, or none where the sequence itself was evicted, before or now."""
+        if sequence not in self.running:
+            return 0
+        growth = self.cost[sequence.rows + rows] - self.cost[sequence.rows]
+        while growth > self.free:
+            victim = self.running.pop()
+            self.free += self.cost[victim.rows]
+            victim.rows = 0
+            victim.known = victim.job.prompt if self.restart else victim.known
+            self.waiting.appendleft(victim)
+            self.figures.evicted += 1
+            if victim is sequence:
+                return 0
+        self.free -= growth
+        sequence.rows += rows
+        sequence.known += sequence.rows == sequence.known
+        if sequence.known - sequence.job.prompt >= sequence.job.output:
+            self.running.remove(sequence)
+            self.free += self.cost[sequence.rows]
+        return rows
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mix", choices=MIXES, nargs="*", default=list(MIXES))
+    parser.add_argument("--trace", help="a CSV file in place of the mixes")
+    parser.add_argument("--rule", choices=RULES, nargs="*", default=list(RULES))
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--queue", type=int, default=64, help="requests that wait at once")
+    parser.add_argument("--slots", type=int, default=64)
+    parser.add_argument("--pool-rows", type=int, default=16384)
+    parser.add_argument("--max-context", type=int, default=2600)
+    parser.add_argument("--chunk", type=int, default=192, help="rows of prompts a step")
+    parser.add_argument("--bypass-limit", type=int, default=16)
+    parser.add_argument("--step-ms", type=float, default=1000.0)
+    parser.add_argument("--row-us", type=float, default=0.0)
+    return parser.parse_args(argv)
+
+
+HEAD = (
+    "mix",
+    "rule",
+    "at once",
+    "pool used",
+    "steps",
+    "held %",
+    "evicted",
+    "late",
+    "told",
+    "time",
+    "queue p50",
+    "p99",
+    "req/s",
+)
+
+
+def row(name: str, rule: str, figures: Figures, pool_bytes: int, requests: int) -> tuple[str, ...]:
+    queued = sorted(figures.queued)
+    return (
+        name,
+        rule,
+        f"{figures.running / figures.steps:.1f}",
+        f"{figures.held_bytes / figures.steps / pool_bytes:.2f}",
+        f"{figures.steps:,}",
+        f"{100 * figures.held_steps / max(1, figures.running):.3f}",
+        f"{figures.evicted:,}",
+        f"{figures.late}",
+        f"{fmean(figures.told):.2f}" if figures.told else "",
+        f"{figures.time:,.0f}",
+        f"{queued[len(queued) // 2]:,.0f}",
+        f"{queued[len(queued) * 99 // 100]:,.0f}",
+        f"{requests / max(figures.cpu_s, 1e-9):,.0f}",
+    )
+
+
+def main(argv: list[str] | None = None) -> int:
+    options = arguments(argv)
+    layout = KVLayout(1, 1, 64, options.max_context)  # one layer, one head: a page holds 16 rows
+    pool_bytes = layout.committed(16) * options.pool_rows // 16
+    print("".join(f"{title:>12}" for title in HEAD))
+    for name in [options.trace] if options.trace else options.mix:
+        for rule in options.rule:
+            jobs = trace_jobs(name) if options.trace else mix_jobs(name, options.requests, options.seed)
+            if rule in ("optimistic", "restart"):
+                figures = Optimistic(options, layout, pool_bytes, restart=rule == "restart").run(jobs)
+            else:
+                figures = Simulation(options, rule, layout, pool_bytes).run(jobs)
+            cells = row(Path(name).name, rule, figures, pool_bytes, len(figures.queued))
+            print("".join(f"{cell:>12}" for cell in cells), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -423,12 +423,13 @@ class Scheduler:
         """
         best, most = None, WORTH_COPYING - 1
         if sequence.request.cache_prefix:
-            salt, tokens = sequence.request.cache_salt, sequence.tokens
+            salt, tokens, holds = sequence.request.cache_salt, sequence.tokens, self.ledger.layout.holds
             for other in (*self.running, *self.resident.values()):
                 if other.request.cache_prefix and other.request.cache_salt == salt:
                     known = other.computed if other.slot in self.resident else len(other.request.prompt)
-                    rows = common_prefix(tokens, other.tokens, min(len(tokens) - 1, max(known, other.computed)))
-                    if rows > most:
+                    known = max(known, other.computed)
+                    rows = common_prefix(tokens, other.tokens, min(len(tokens) - 1, known))
+                    if rows > most and holds(max(rows, other.computed), rows):
                         best, most = other, rows
         return best, most if best else 0
 
@@ -440,7 +441,7 @@ class Scheduler:
             return False
         sequence.source = None
         rows = min(sequence.shared, source.computed)
-        if source.slot is None or rows <= sequence.computed:
+        if source.slot is None or rows <= sequence.computed or not self.ledger.layout.holds(source.computed, rows):
             return False
         self._moves.append(Copy(source.slot, sequence.slot, rows))
         self._reuse(sequence, rows)

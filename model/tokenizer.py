@@ -106,8 +106,8 @@ class Tokenizer:
         detokenizer = Detokenizer(self, skip_special=skip_special)
         return "".join([detokenizer.push(id) for id in ids]) + detokenizer.flush()
 
-    def detokenizer(self) -> Detokenizer:
-        return Detokenizer(self)
+    def detokenizer(self, *, strip_space: bool = True) -> Detokenizer:
+        return Detokenizer(self, strip_space=strip_space)
 
     def token_bytes(self, id: int, *, skip_special: bool = True) -> bytes:
         """What a token adds to the text: nothing if it is special (unless asked for) or if no token has this id."""
@@ -174,11 +174,11 @@ class Detokenizer:
     to U+FFFD when its last byte is wrong: then nothing of the run could ever be sent before its end.)
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True) -> None:
+    def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, strip_space: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skip_special = skip_special
         self._utf8 = codecs.getincrementaldecoder("utf-8")("replace")
-        self._strip = tokenizer.strips_space
+        self._strip = strip_space and tokenizer.strips_space
 
     def push(self, token_id: int) -> str:
         """The text that `token_id` completes; empty while a character is unfinished."""

@@ -3,6 +3,7 @@
 ApiError
 ├── BadRequest        400  the body is not what it should be
 ├── Unauthorized      401  an API key is asked for, and none or a wrong one came
+│   └── BadGrammar    400  a schema, regex or grammar that cannot be compiled or followed
 ├── Unprocessable     422  a field is wrong or unknown
 ├── NeverFits         422  could not be served even by an empty pool; carries the numbers
 ├── NotFound          404
@@ -58,6 +59,10 @@ class Unauthorized(ApiError):
 
     def headers(self) -> dict[str, str]:
         return {"WWW-Authenticate": "Bearer"}
+
+
+class BadGrammar(BadRequest):
+    code = "bad_grammar"
 
 
 class Unprocessable(ApiError):

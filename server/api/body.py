@@ -52,6 +52,12 @@ class SamplingBody(Body):
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, description="no end and no stop before so many tokens")
 
+    def refuse_beside_a_grammar(self, name: str) -> None:
+        """What would cut a structured answer off, or keep it from ending. Raises Unprocessable."""
+        for field in ("stop", "stop_token_ids", "ignore_eos", "min_tokens"):
+            if getattr(self, field):
+                raise Unprocessable(f"{field} cannot be combined with {name}: the answer might not parse", param=field)
+
     @field_validator("stop", mode="before")
     @classmethod
     def _one_is_a_list(cls, value: Any) -> Any:
@@ -117,6 +123,8 @@ def parse(body: bytes) -> Any:
         value = json.loads(
             text, object_pairs_hook=_unique, parse_constant=_not_json, parse_float=_finite, parse_int=_bounded_int
         )
+        if (body.count(b"[") + body.count(b"{") > _MAX_DEPTH) and _deeper_than(_MAX_DEPTH, value):
+            raise BadRequest(f"the body is nested more than {_MAX_DEPTH} levels deep")
     except UnicodeDecodeError as error:
         raise BadRequest(f"the body is not UTF-8: byte {error.start} is not valid") from None
     except RecursionError:
@@ -126,6 +134,16 @@ def parse(body: bytes) -> Any:
     if "\\u" in text and _has_lone_surrogate(value):
         raise BadRequest("the body has a lone surrogate: \\ud800 to \\udfff only stand in pairs")
     return value
+
+
+_MAX_DEPTH = 100
+
+
+def _deeper_than(levels: int, value: Any) -> bool:
+    if not isinstance(value, dict | list):
+        return False
+    inner = value.values() if isinstance(value, dict) else value
+    return levels == 0 or any(_deeper_than(levels - 1, item) for item in inner)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ server does not support are refused by name unless they ask for nothing.
 from __future__ import annotations
 
 import asyncio
+import json
 import logging
 import secrets
 import time
@@ -20,6 +21,7 @@ from fastapi.responses import Response
 from pydantic import ConfigDict, Field, field_validator
 
 from model.chat import ChatTemplateError
+from model.grammar import Kind
 from model.sampler import Logprobs
 from server.api import sse
 from server.api.body import Body, SamplingBody, document, read
@@ -84,6 +86,31 @@ class StreamOptions(Body):
     continuous_usage_stats: bool = Field(False, description="the usage so far in every chunk")
 
 
+class Schema(Body):
+    model_config = ConfigDict(extra="ignore")
+
+    name: str = Field("", max_length=64)
+    definition: dict[str, Any] = Field(alias="schema")
+    strict: bool = Field(False, description="the schema is always followed")
+
+
+class ResponseFormat(Body):
+    model_config = ConfigDict(extra="ignore")
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: Schema | None = None
+
+    def structure(self) -> tuple[Kind, str] | None:
+        """What the text must be. Raises Unprocessable."""
+        if self.type == "text":
+            return None
+        if self.type == "json_object":
+            return "json_schema", '{"type": "object"}'
+        if self.json_schema is None:
+            raise Unprocessable("response_format.json_schema: is required", param="response_format.json_schema")
+        return "json_schema", json.dumps(self.json_schema.definition, ensure_ascii=False)
+
+
 class OpenAIBody(SamplingBody):
     """What both OpenAI endpoints take."""
 
@@ -93,6 +120,7 @@ class OpenAIBody(SamplingBody):
 
     model: str | None = Field(None, description="the served model's name; absent is the same")
     seed: int | None = Field(None, ge=-(2**63), lt=2**64, description="absent: fresh")
+    response_format: ResponseFormat | None = Field(None, description="text, any JSON object, or JSON by a schema")
     stream: bool = False
     stream_options: StreamOptions = Field(StreamOptions.model_construct())
 
@@ -107,6 +135,9 @@ class OpenAIBody(SamplingBody):
             log.info("fields ignored: %s", ", ".join(repr(name[:60]) for name in sorted(unknown)[:10]))
 
     def wanted(self, id: str, prompt: Prompt, max_tokens: int | None, logprobs: int | None) -> Wanted:
+        grammar = self.response_format.structure() if self.response_format else None
+        if grammar:
+            self.refuse_beside_a_grammar("response_format")
         return Wanted(
             id,
             prompt,
@@ -116,6 +147,7 @@ class OpenAIBody(SamplingBody):
             stops=self.stop,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
+            grammar=grammar,
             default_max_tokens=self.default_max_tokens,
             operation=self.operation,
         )

@@ -10,13 +10,23 @@ from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 
+from model.grammar import Grammar, GrammarError, Grammars, Kind
 from model.kv_memory import rows_max
 from model.sampler import Logprobs, SamplingParams
 from model.tokenizer import Tokenizer
 from server import logs, tracing
 from server.engine.engine import Engine
 from server.engine.sequence import Event, Failed, Finished, Request, Started, Token
-from server.errors import ApiError, EngineFailure, NeverFits, QueueFull, SlowReader, Unavailable, Unprocessable
+from server.errors import (
+    ApiError,
+    BadGrammar,
+    EngineFailure,
+    NeverFits,
+    QueueFull,
+    SlowReader,
+    Unavailable,
+    Unprocessable,
+)
 from server.metrics import Metrics, Served
 
 log = logging.getLogger("tokenteller")
@@ -139,7 +149,8 @@ class Choice:
         self._released = 0  # characters that may be sent, or were
         self._end_ids = request.stop_ids
         self._min_tokens = request.sampling.min_tokens
-        self._detokenizer = tokenizer.detokenizer()
+        # a grammar has seen every byte, so none may be left out
+        self._detokenizer = tokenizer.detokenizer(strip_space=request.grammar is None)
         self._stops = StopMatcher(stops)
 
     def take(self, token: Token) -> None:
@@ -253,8 +264,8 @@ class Stream:
                     self._streams.engine.cancel(self.request.id, choice.index)
             case Finished(reason=reason):
                 choice.finish(reason)
-            case Failed(message=message):
-                self.fail(EngineFailure(message))
+            case Failed(message=message, blame=blame):
+                self.fail(BadGrammar(f"the grammar: {message}") if blame == "request" else EngineFailure(message))
         if all(choice.end for choice in self._choices):
             self.close()
         elif sum(len(choice.pending) for choice in self._choices) >= self._streams.buffer_tokens:
@@ -350,6 +361,7 @@ class Wanted:
     stops: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
+    grammar: tuple[Kind, str] | None = None
     default_max_tokens: int = 128
     operation: str = "text_completion"  # or "chat": OpenTelemetry's gen_ai.operation.name
     arrived: float = field(default_factory=time.monotonic)
@@ -381,6 +393,7 @@ class Streams:
         self.ended: str | None = None  # why no event will ever come again
         self.stuck: str | None = None  # why none comes now
         self.drain_until: float | None = None  # monotonic; set once the server was told to end
+        self._grammars = Grammars(tokenizer, vocab_size)
         self._open: dict[str, Stream] = {}
 
     def __len__(self) -> int:
@@ -395,12 +408,14 @@ class Streams:
         if wanted.sampling.min_tokens > max_tokens:
             told = f"min_tokens: {wanted.sampling.min_tokens} is more than max_tokens, which is {max_tokens}"
             raise Unprocessable(told, param="min_tokens")
+        grammar = None if wanted.grammar is None else await self._compile(*wanted.grammar)
         request = Request(
             id=wanted.id,
             prompt=prompt,
             max_tokens=max_tokens,
             sampling=wanted.sampling,
             n=wanted.n,
+            grammar=grammar,
             stop_ids=frozenset(wanted.stop_token_ids) | (frozenset() if wanted.ignore_eos else self.tokenizer.stop_ids),
         )
         self._refuse_what_cannot_be_taken()
@@ -466,6 +481,12 @@ class Streams:
         if not ids:
             raise Unprocessable("prompt: it has no tokens", param="prompt")
         return tuple(ids)
+
+    async def _compile(self, kind: Kind, text: str) -> Grammar:
+        try:
+            return await asyncio.to_thread(self._grammars.compile, kind, text)
+        except GrammarError as error:
+            raise BadGrammar(f"{kind}: {error}", param=kind) from None
 
     def check_ids(self, field: str, ids: Iterable[int]) -> None:
         outside = next((id for id in ids if not 0 <= id < self.vocab_size), None)

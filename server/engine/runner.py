@@ -9,6 +9,7 @@ import torch
 
 from model.attention import Batch
 from model.decoder import Decoder
+from model.grammar import GrammarError
 from model.kv_pool import KVPool
 from model.linear import padded
 from model.sampler import LogitsError, Row, Sampled, SamplingParams, sample
@@ -78,9 +79,9 @@ class Runner:
 
 def _sample(logits: Row, sequence: Sequence) -> Sampled | Exception:
     """The next token of one sequence, from the logits [vocab] of its last one."""
-    request, params = sequence.request, sequence.request.sampling
+    request, params, matcher = sequence.request, sequence.request.sampling, sequence.matcher
     try:
-        return sample(
+        sampled = sample(
             logits,
             params,
             sequence.index,
@@ -88,6 +89,10 @@ def _sample(logits: Row, sequence: Sequence) -> Sampled | Exception:
             prompt=request.prompt if params.penalises else (),
             output=sequence.tokens[len(request.prompt) :] if params.penalises else (),
             forbidden=request.stop_ids if sequence.generated < params.min_tokens else (),
+            allowed=matcher.allowed() if matcher else None,
         )
-    except LogitsError as error:
+    except (LogitsError, GrammarError) as error:
         return error
+    if matcher and sampled.token_id not in request.stop_ids:
+        matcher.advance(sampled.token_id)
+    return sampled

@@ -8,10 +8,12 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
 
+from model.grammar import GrammarError
 from model.sampler import Sampled
 from server.engine.cost import StepCost
 from server.engine.ledger import KVLedger
 from server.engine.sequence import (
+    Blame,
     Copy,
     Event,
     Failed,
@@ -369,7 +371,8 @@ class Scheduler:
         request = sequence.request
         if isinstance(outcome, Exception):
             self._drop(sequence, keep=False)
-            events.append(Failed(request.id, sequence.index, str(outcome)))
+            blame: Blame = "request" if isinstance(outcome, GrammarError) else "server"
+            events.append(Failed(request.id, sequence.index, str(outcome), blame))
             return
         token_id = outcome.token_id
         sequence.tokens.append(token_id)

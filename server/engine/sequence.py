@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal
 
+from model.grammar import Grammar, Matcher
 from model.kv_memory import rows_max
 from model.sampler import Logprobs, SamplingParams
 from server.engine.ledger import Plan
@@ -24,6 +26,7 @@ class Request:
     start_by: float | None = None  # and when it must have got its first slot
     cache_prefix: bool = True
     cache_salt: str = ""
+    grammar: Grammar | None = None
 
     @property
     def rows_max(self) -> int:
@@ -52,9 +55,11 @@ class Sequence:
     source: Sequence | None = None  # who computes `shared` rows of its prompt just now
     shared: int = 0
     cached: int = 0  # rows that it did not have to compute
+    matcher: Matcher | None = field(init=False)  # where it stands in its grammar
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        self.matcher = self.request.grammar.start() if self.request.grammar else None
 
     @property
     def generated(self) -> int:
@@ -110,13 +115,17 @@ class Finished:
     reason: str
 
 
+Blame = Literal["server", "request"]
+
+
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A sequence ended by a fault of the server or the model."""
+    """A sequence ended by a fault of the server or the model, or, with `blame` on the request, of its grammar."""
 
     request_id: str
     index: int
     message: str
+    blame: Blame = "server"
 
 
 @dataclass(frozen=True, slots=True)

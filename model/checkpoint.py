@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -55,12 +57,19 @@ def load(
         decoder = Decoder(config, weights, storage, device, max_context)
     except WeightError as error:
         raise weights.told(error) from error
+    _give_back_memory()
     return Checkpoint(_name(model, path), config, decoder, tokenizer)
 
 
 def _name(model: str, path: Path) -> str:
     """What the model is called to clients, if not told otherwise: as it was asked for, a path by its last part."""
     return (path.stem if path.is_file() else path.name) if Path(model).exists() else model
+
+
+def _give_back_memory() -> None:
+    """Returns to the system what loading has freed; the C library keeps it otherwise, 90 MB after SmolLM2."""
+    with suppress(OSError, AttributeError):  # only glibc has this call
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Progress:

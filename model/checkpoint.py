@@ -1,35 +1,24 @@
-"""A checkpoint directory or GGUF file -> config, weights, tokenizer. What is missing or odd is named in an error."""
+"""A checkpoint directory or GGUF file -> config, decoder, tokenizer. What is missing or odd is named in an error."""
 
 from __future__ import annotations
 
 import ctypes
-import json
-import re
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any
 
 import tokenizers
-import torch
-from safetensors import safe_open
 
 from model.config import ConfigError, ModelConfig, Storage, locate
 from model.decoder import Decoder, WeightError
-from model.gguf import GGUFFile, read_tokenizer
-from model.kv_memory import size
+from model.gguf import read_tokenizer
 from model.linear import StorageError, check_storage
 from model.tokenizer import Tokenizer
+from model.weights import CheckpointError, Progress, named, open_weights, read_json
 
-T = TypeVar("T")
-Part = Callable[[torch.Tensor], torch.Tensor]
-Names = dict[str, tuple[str, Part | None]]
-
-
-class CheckpointError(ValueError):
-    """A model that cannot be loaded; one line that names the file and what is amiss in it."""
+__all__ = ["Checkpoint", "CheckpointError", "Progress", "load"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,10 +37,10 @@ def load(
     """Everything of one model. `max_context`: no position beyond it will come. Raises CheckpointError."""
     try:
         check_storage(storage, device)
-        config, path = ModelConfig.read(model), locate(model)
+        path = locate(model)
     except (ConfigError, StorageError) as error:
         raise CheckpointError(str(error)) from error
-    weights, metadata = read_weights(path, config, progress)
+    config, weights, metadata = open_weights(path, progress)
     tokenizer = load_tokenizer(path, config) if path.is_dir() else gguf_tokenizer(path, metadata, config)
     try:
         decoder = Decoder(config, weights, storage, device, max_context)
@@ -72,277 +61,14 @@ def _give_back_memory() -> None:
         ctypes.CDLL(None).malloc_trim(0)
 
 
-class Progress:
-    """Tells how far loading has come: a line that moves on a terminal, else a line each quarter.
-
-    Says nothing for the first `quiet_s` seconds: what is small is loaded by then.
-    """
-
-    def __init__(self, out: TextIO, quiet_s: float = 1.0) -> None:
-        self._out = out
-        self._moves = out.isatty()
-        self._from = time.monotonic() + quiet_s
-        self._next = 0.0
-
-    def __call__(self, done: int, total: int, read_bytes: int) -> None:
-        """`done` of `total` tensors have been read, `read_bytes` in all as they came out of the file."""
-        if time.monotonic() < self._from:
-            return
-        said = f"loading weights: {done}/{total} tensors, {size(read_bytes)}"
-        if self._moves:
-            print(f"\r{said}", end="\n" if done == total else "", file=self._out, flush=True)
-        elif done / total >= self._next or done == total:
-            self._next = done / total + 0.25
-            print(said, file=self._out, flush=True)
-
-
-class SafetensorsFiles(Mapping[str, torch.Tensor]):
-    """The tensors of a directory, in one file or in shards named by an index; each is read when it is asked for."""
-
-    def __init__(self, directory: Path) -> None:
-        single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-        self._default = single if single.exists() or not index.exists() else index
-        if self._default == single:
-            if not single.exists():
-                raise CheckpointError(f"{single}: no such file; weights are read from safetensors or GGUF files only")
-            handle = _open(single)
-            self._where = dict.fromkeys(handle.keys(), (single, handle))
-        else:
-            self._where = _sharded(index)
-
-    def path_of(self, name: str) -> Path:
-        """The file that holds a tensor, or where it would be named."""
-        return self._where[name][0] if name in self._where else self._default
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        path, handle = self._where[name]
-        tensor: torch.Tensor = _named(path, lambda: handle.get_tensor(name))
-        return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._where  # Mapping's own would read the tensor
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._where)
-
-    def __len__(self) -> int:
-        return len(self._where)
-
-
-def _open(path: Path) -> Any:
-    return _named(path, lambda: safe_open(path, framework="pt"))
-
-
-def _sharded(index: Path) -> dict[str, tuple[Path, Any]]:
-    """Every tensor's shard, after proving that index and shards name the same tensors."""
-    said = _json(index).get("weight_map")
-    if not isinstance(said, dict) or not all(isinstance(shard, str) for shard in said.values()):
-        raise CheckpointError(f"{index}: 'weight_map' is missing, or does not map tensors to files")
-    where: dict[str, tuple[Path, Any]] = {}
-    for shard in sorted(set(said.values())):
-        path, expected = index.parent / shard, {name for name, file in said.items() if file == shard}
-        if path.parent != index.parent:
-            raise CheckpointError(f"{index}: shard {shard!r} lies outside of the checkpoint")
-        if not path.exists():
-            raise CheckpointError(f"{path}: no such file; the index expects {len(expected)} tensors in it")
-        handle = _open(path)
-        held = set(handle.keys())
-        if held != expected:
-            odd = min(held ^ expected)
-            problem = "is in the index but not in this shard" if odd in expected else "is not in the index"
-            raise CheckpointError(f"{path}: tensor {odd!r} {problem}")
-        where |= dict.fromkeys(held, (path, handle))
-    return where
-
-
-class GGUFTensors(Mapping[str, torch.Tensor]):
-    """The tensors of a GGUF file; each is read and decoded when it is asked for."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.file = _named(path, lambda: GGUFFile(path))
-
-    def path_of(self, name: str) -> Path:
-        return self._path
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        return _named(self._path, lambda: torch.from_numpy(self.file.read(name)))
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.file.tensors
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.file.tensors)
-
-    def __len__(self) -> int:
-        return len(self.file.tensors)
-
-
-class Weights(Mapping[str, torch.Tensor]):
-    """The tensors of a file under the decoder's names. `names`: ours -> (the file's own, which part of it is ours)."""
-
-    def __init__(
-        self, tensors: SafetensorsFiles | GGUFTensors, scheme: Scheme, names: Names, progress: Progress | None
-    ) -> None:
-        self._tensors = tensors
-        self._scheme = scheme
-        self._names = names
-        self._progress = progress
-        self._read: set[str] = set()
-        self._bytes = 0
-
-    def told(self, error: WeightError) -> CheckpointError:
-        """The error with the file, and the tensor as the file spells it."""
-        own = self._names[error.tensor][0] if error.tensor in self._names else self._scheme.spell(error.tensor)
-        return CheckpointError(f"{self._tensors.path_of(own)}: tensor {own!r} {error.problem}")
-
-    def __getitem__(self, name: str) -> torch.Tensor:
-        own, part = self._names[name]
-        tensor = self._tensors[own]
-        if part:
-            tensor = part(tensor)
-        self._read.add(name)
-        self._bytes += tensor.nbytes
-        if self._progress:
-            self._progress(len(self._read), len(self._names), self._bytes)
-        return tensor
-
-    def __contains__(self, name: object) -> bool:
-        return name in self._names
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
-_BUFFERS = re.compile(r"\.(rotary_emb\.inv_freq|attn\.(masked_)?bias)$")  # derived values that older files carry
-
-
-@dataclass(frozen=True, slots=True)
-class Scheme:
-    """How a kind of file spells the decoder's modules; those of block N stand behind `block` with N in it."""
-
-    block: str
-    modules: Mapping[str, str]  # the file's name -> ours
-    fused: str = ""  # q, k and v in one
-
-    def names(self, tensors: Iterable[str], part: Callable[[str, str, int], Part | None]) -> Names:
-        """Of all tensors. part(module, kind, third) is what to take of one; an unknown module keeps its name."""
-        names: Names = {}
-        for own in tensors:
-            if _BUFFERS.search(own):
-                continue
-            module, _, kind = own.removeprefix("transformer.").rpartition(".")
-            block = re.fullmatch(self.block.format(r"(\d+)") + "(.+)", module)
-            at, module = (f"model.layers.{block[1]}.", block[2]) if block else ("", module)
-            ours = [f"self_attn.{letter}_proj" for letter in "qkv"] if module == self.fused else [self._ours(module)]
-            for third, name in enumerate(ours):
-                names[f"{at}{name}.{kind}"] = (own, part(module, kind, third))
-        return names
-
-    def _ours(self, module: str) -> str:
-        return self.modules.get(module, module)
-
-    def spell(self, name: str) -> str:
-        """The file's name for one of ours."""
-        module, _, kind = name.rpartition(".")
-        block = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", module)
-        at, module = (self.block.format(block[1]), block[2]) if block else ("", module)
-        if self.fused and re.fullmatch(r"self_attn\.[qkv]_proj", module):
-            return f"{at}{self.fused}.{kind}"
-        own = {ours: own for own, ours in self.modules.items()}
-        return f"{at}{own.get(module, module)}.{kind}"
-
-
-LLAMA = Scheme("model.layers.{}.", {})  # Llama, Mistral and Qwen files use the decoder's own names
-GPT2 = Scheme(
-    "h.{}.",
-    {
-        "wte": "model.embed_tokens",
-        "wpe": "model.embed_positions",
-        "ln_f": "model.norm",
-        "ln_1": "input_layernorm",
-        "attn.c_proj": "self_attn.o_proj",
-        "ln_2": "post_attention_layernorm",
-        "mlp.c_fc": "mlp.up_proj",
-        "mlp.c_proj": "mlp.down_proj",
-    },
-    fused="attn.c_attn",
-)
-_GGUF = {
-    "token_embd": "model.embed_tokens",
-    "position_embd": "model.embed_positions",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-    "attn_norm": "input_layernorm",
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "attn_output": "self_attn.o_proj",
-    "ffn_norm": "post_attention_layernorm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-}
-
-
-def _gpt2_part(module: str, kind: str, third: int) -> Part | None:
-    """Matrices are stored [in, out] (Conv1D)."""
-    if module == GPT2.fused:
-        return lambda tensor: tensor.t().chunk(3)[third]  # [E, 3E] -> [E, E]; [3E] -> [E]
-    return torch.t if "." in module and kind == "weight" else None
-
-
-def _gguf_part(arch: str, config: ModelConfig) -> Callable[[str, str, int], Part | None]:
-    """Files of the llama architecture hold the rows of q and k in rotated pairs (0, 1), (2, 3), ..."""
-    heads = {"attn_q": config.num_heads, "attn_k": config.num_kv_heads} if arch == "llama" else {}
-
-    def part(module: str, kind: str, third: int) -> Part | None:
-        if module == "attn_qkv":
-            return lambda tensor: tensor.chunk(3)[third]  # [3E, E] -> [E, E]; [3E] -> [E]
-        return _halves(heads[module]) if module in heads else None
-
-    return part
-
-
-def _halves(heads: int) -> Part:
-    """Rows of each head from pairs (2i, 2i + 1) to pairs (i, i + D/2)."""
-
-    def reordered(tensor: torch.Tensor) -> torch.Tensor:
-        if tensor.shape[0] % (2 * heads):
-            return tensor  # of a wrong shape, as will be said
-        pairs = tensor.unflatten(0, (heads, -1, 2))  # [heads, D/2, 2, ...]
-        return pairs.transpose(1, 2).flatten(0, 2)  # [heads x D, ...]
-
-    return reordered
-
-
-def read_weights(path: Path, config: ModelConfig, progress: Progress | None) -> tuple[Weights, dict[str, Any]]:
-    """The weights of a directory or GGUF file by the decoder's names, none read yet; and the file's own metadata."""
-    if path.is_file():
-        tensors = GGUFTensors(path)
-        metadata = tensors.file.metadata
-        arch = metadata["general.architecture"]
-        scheme = Scheme("blk.{}.", _GGUF, "attn_qkv" if arch == "gpt2" else "")
-        return Weights(tensors, scheme, scheme.names(tensors, _gguf_part(arch, config)), progress), metadata
-    files, raw = SafetensorsFiles(path), _json(path / "config.json")
-    scheme = GPT2 if raw["model_type"] == "gpt2" else LLAMA
-    part = _gpt2_part if scheme is GPT2 else lambda module, kind, third: None
-    return Weights(files, scheme, scheme.names(files, part), progress), raw
-
-
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     """tokenizer.json, with BOS, the stop ids and the chat template from the files beside it."""
     path = directory / "tokenizer.json"
-    backend = _named(path, lambda: tokenizers.Tokenizer.from_file(str(path)))
-    settings = _json(directory / "tokenizer_config.json", optional=True)
+    backend = named(path, lambda: tokenizers.Tokenizer.from_file(str(path)))
+    settings = read_json(directory / "tokenizer_config.json", optional=True)
     stops: set[int] = set()
     for name in ("config.json", "generation_config.json"):
-        ids = _json(directory / name, optional=True).get("eos_token_id")
+        ids = read_json(directory / name, optional=True).get("eos_token_id")
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
         for end in ids:
             if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < config.vocab_size:
@@ -351,21 +77,20 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     eos = _special(settings.get("eos_token"), backend)
     if eos is not None:
         stops.add(eos)
-    bos = _special(settings.get("bos_token"), backend) if _adds_bos(backend) else None
     names = {}
     for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
         token = settings.get(name)
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str):
             names[name] = content
-    return _tokenizer(path, backend, config, bos, stops, _chat_template(directory, settings), names)
+    return _tokenizer(path, backend, config, _bos(backend), stops, _chat_template(directory, settings), names)
 
 
 def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
     """A file of its own, as newer checkpoints have it, else from tokenizer_config.json: one, or several by name."""
     path = directory / "chat_template.jinja"
     if path.exists():
-        return _named(path, path.read_text)
+        return named(path, path.read_text)
     said = settings.get("chat_template")
     if isinstance(said, list):
         said = {entry.get("name"): entry.get("template") for entry in said if isinstance(entry, dict)}.get("default")
@@ -376,7 +101,7 @@ def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
 
 def gguf_tokenizer(path: Path, metadata: Mapping[str, Any], config: ModelConfig) -> Tokenizer:
     """The tokenizer that stands in the metadata of a GGUF file."""
-    found = _named(path, lambda: read_tokenizer(metadata))
+    found = named(path, lambda: read_tokenizer(metadata))
     return _tokenizer(path, found.backend, config, found.bos, found.ends, found.chat_template, found.names)
 
 
@@ -392,33 +117,15 @@ def _tokenizer(
     tokens = backend.get_vocab_size(with_added_tokens=True)
     if tokens > config.vocab_size:
         raise CheckpointError(f"{path}: {tokens} tokens, but the model has {config.vocab_size}")
-    return _named(path, lambda: Tokenizer(backend, bos_id=bos, stop_ids=stops, chat_template=template, names=names))
+    return named(path, lambda: Tokenizer(backend, bos_id=bos, stop_ids=stops, chat_template=template, names=names))
 
 
-def _adds_bos(backend: tokenizers.Tokenizer) -> bool:
-    """Whether the tokenizer itself puts a special token in front of a text."""
-    return len(backend.encode("a", add_special_tokens=True).ids) > len(
-        backend.encode("a", add_special_tokens=False).ids
-    )
+def _bos(backend: tokenizers.Tokenizer) -> int | None:
+    """The token that the tokenizer itself puts in front of a text; what it may put behind is no part of a prompt."""
+    bare, dressed = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    return dressed[0] if dressed[:1] != bare[:1] else None
 
 
 def _special(token: Any, backend: tokenizers.Tokenizer) -> int | None:
     content = token.get("content") if isinstance(token, dict) else token
     return None if content is None else backend.token_to_id(content)
-
-
-def _json(path: Path, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.exists():
-        return {}
-    value = _named(path, lambda: json.loads(path.read_text()))
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: it is no JSON object")
-    return value
-
-
-def _named(path: Path, read: Callable[[], T]) -> T:
-    """Whatever goes wrong while reading `path` becomes one line that names it."""
-    try:
-        return read()
-    except Exception as error:  # tokenizers raises bare Exception for a broken file
-        raise CheckpointError(f"{path}: {error}") from error

@@ -169,9 +169,10 @@ class _Weights:
             raise WeightError(name, f"has shape {list(tensor.shape)}; the config asks for {list(shape)}")
         if not tensor.dtype.is_floating_point:
             raise WeightError(name, f"holds {tensor.dtype}; weights are floating-point numbers")
-        half = self.storage == "fp16" and tensor.ndim > 1 and tensor.dtype != torch.float16
-        if half and (largest := float(tensor.abs().max())) > torch.finfo(torch.float16).max:
-            raise WeightError(name, f"holds {largest:g}, beyond fp16's 65,504; use --weights fp32")
+        if self.storage == "fp16" and tensor.ndim > 1 and tensor.dtype != torch.float16:
+            least, most = (float(value) for value in torch.aminmax(tensor))
+            if max(-least, most) > torch.finfo(torch.float16).max:
+                raise WeightError(name, f"holds {max(-least, most):g}, beyond fp16's 65,504; use --weights fp32")
         self.used.add(name)
         return tensor
 

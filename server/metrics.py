@@ -18,7 +18,13 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import GaugeMetricFamily, HistogramMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from model.kv_memory import PAGE_BYTES, KVLayout
@@ -93,6 +99,10 @@ class Gaps(Collector):
     def observe(self, seconds: float) -> None:
         self._counts[bisect_left(PER_TOKEN, seconds)] += 1
         self._sum += seconds
+
+    def counts(self) -> list[int]:
+        """How many gaps fell into each bucket of PER_TOKEN, and beyond."""
+        return self._counts.copy()
 
     def collect(self) -> Iterator[Metric]:
         family = HistogramMetricFamily(self._name, self._help, labels=["model_name"])
@@ -308,8 +318,9 @@ class LevelsCollector(Collector):
         yield self._gauge("tokenteller_kv_peak_demand_bytes", "Most K/V bytes the running sequences can need", demand)
         yield self._gauge("tokenteller_healthy", "1 while the engine is neither dead nor stuck", int(levels.healthy))
         yield self._gauge("tokenteller_draining", "1 once the server was told to end", int(levels.draining))
-        dropped = levels.log_lines_dropped
-        yield self._gauge("tokenteller_log_lines_dropped", "Log lines that could not be written", dropped)
+        dropped = CounterMetricFamily("tokenteller_log_lines_dropped", "Log lines that could not be written")
+        dropped.add_metric([], levels.log_lines_dropped)
+        yield dropped
 
     def _cache_config(self, budget_bytes: int) -> Metric:
         layout = self._layout

@@ -100,6 +100,7 @@ def serve(**settings: Any) -> Iterator[Live]:
     try:
         yield Live(f"http://127.0.0.1:{port}", app.state.service)
     finally:
+        app.state.service.streams.closing = True
         server.should_exit = True
         thread.join(timeout=20)
 

@@ -17,9 +17,10 @@ from starlette.middleware.cors import CORSMiddleware
 
 from model.checkpoint import Progress, load
 from model.kv_pool import KVPool
-from server.api import generate, openai, operations
+from server.api import generate, openai, operations, page
 from server.api.door import Door
 from server.api.life import Watch, tell_stats
+from server.api.pool import Picture
 from server.api.service import Service, service_of
 from server.api.stream import Streams
 from server.engine.engine import Engine
@@ -90,6 +91,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
             metrics=metrics,
         )
         app.state.service = service = Service(settings, checkpoint.name, plan, engine, streams, metrics)
+        app.state.picture = Picture(service)
         metrics.show_levels(lambda: operations.levels(service), operations.build_info(service), layout)
         engine.start()
         tasks = [asyncio.create_task(work) for work in (Watch(streams).run(), tell_stats(service))]
@@ -113,6 +115,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     app.include_router(generate.router)
     app.include_router(openai.router)
     app.include_router(operations.router)
+    page.attach(app)
     app.add_exception_handler(ApiError, _api_error)
     app.add_exception_handler(HTTPException, _http_error)
     return app

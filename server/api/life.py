@@ -96,12 +96,14 @@ class Drain:
     def tick(self) -> bool:
         """Whether the server should close its sockets now."""
         streams = self._streams
-        if streams.drain_until is None:
-            return self._given_up()
-        if len(streams) and not self.seconds_left:
-            log.warning("ending streams", extra={"fields": {"streams": len(streams)}})
-            streams.finish_all("shutdown")
-        return not len(streams)
+        if streams.drain_until is not None:
+            if len(streams) and not self.seconds_left:
+                log.warning("ending streams", extra={"fields": {"streams": len(streams)}})
+                streams.finish_all("shutdown")
+            streams.closing = not len(streams)
+        else:
+            streams.closing = self._given_up()
+        return streams.closing
 
     def _given_up(self) -> bool:
         now = time.monotonic()

@@ -12,6 +12,8 @@ from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from server import logs
+from server.api import sse
+from server.api.pool import Picture
 from server.api.service import Service, service_of
 from server.engine.runner import Runner
 from server.engine.scheduler import Scheduler
@@ -74,6 +76,16 @@ def _slots(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
     return {"pool": pool, "slots": rows, "waiting": len(scheduler.waiting)}
 
 
+@router.get("/pool")
+async def pool(request: Request) -> Response:
+    """The live picture of the pool, as SSE, five times a second."""
+    picture: Picture = request.app.state.picture
+    if request.scope.get("head"):
+        return Response(media_type="text/event-stream", headers=sse.HEADERS)
+    leave = picture.enter()
+    return sse.EventStreamResponse(picture.frames(), leave, {})
+
+
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """The Prometheus exposition. Answers whether or not the engine does."""
@@ -86,6 +98,7 @@ def levels(service: Service) -> Levels:
     scheduler, streams = service.engine.scheduler, service.streams
     ledger = scheduler.ledger
     running, waiting = list(scheduler.running), len(scheduler.waiting)
+    rows = [account.rows for account in list(ledger.accounts.values())] + list(ledger.resident.values())
     reason = service.engine.status.blocked_by or "slot"
     return Levels(
         running=len(running),
@@ -98,7 +111,7 @@ def levels(service: Service) -> Levels:
         },
         budget_bytes=ledger.budget_bytes,
         committed_bytes=ledger.committed_bytes,
-        formula_bytes=ledger.layout.kv_bytes(sum(account.rows for account in list(ledger.accounts.values()))),
+        formula_bytes=sum(map(ledger.layout.kv_bytes, rows)),
         kernel_bytes=service.engine.runner.pool.resident_bytes(),
         peak_demand_bytes=ledger.peak_demand_bytes,
         healthy=streams.sick() is None,

@@ -394,6 +394,7 @@ class Streams:
         self.stuck: str | None = None  # why none comes now
         self.drain_until: float | None = None  # monotonic; set once the server was told to end
         self._grammars = Grammars(tokenizer, vocab_size)
+        self.closing = False  # the sockets are about to close: who only looks on must leave
         self._open: dict[str, Stream] = {}
 
     def __len__(self) -> int:
@@ -451,6 +452,11 @@ class Streams:
         """Ends every stream as it stands."""
         for stream in list(self._open.values()):
             stream.finish(reason)
+
+    def waited_s(self, request_id: str) -> float | None:
+        """Seconds since an open request arrived."""
+        stream = self._open.get(request_id)
+        return None if stream is None else round(time.monotonic() - stream.arrived, 3)
 
     def sick(self) -> str | None:
         """Why the engine makes no tokens: it is dead or stuck; None when it is well."""

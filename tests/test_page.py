@@ -1,0 +1,281 @@
+"""The page in a real browser: it writes, shows the pool at work, stops, and is right on a phone and by keyboard."""
+
+from __future__ import annotations
+
+import hashlib
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from live import CLIENT, Live, serve, stream_raw
+
+from server.api import page as page_room
+from server.api import pool as pool_room
+
+HERE = Path(page_room.__file__).parent
+FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
+FLAGS += ["--disable-component-update", "--disable-sync"]
+PROMPT = ".composer textarea"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """Debian's Chromium, driven by Playwright."""
+    chromium = shutil.which("chromium")
+    if chromium is None:
+        pytest.skip("no browser here: apt-get install chromium")
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with playwright.sync_playwright() as started:
+        launched = started.chromium.launch(executable_path=chromium, args=FLAGS)
+        yield launched
+        launched.close()
+
+
+@pytest.fixture(scope="module")
+def slow() -> Iterator[Live]:
+    """The toy with steps of at least 20 ms, so that a stream can be watched."""
+    with serve(model="toy", slots=4) as live:
+        runner = live.service.engine.runner
+        run = runner.run
+        runner.run = lambda step: (time.sleep(0.02 * bool(step.spans)), run(step))[1]  # type: ignore[method-assign]
+        yield live
+
+
+@contextmanager
+def opened(browser: Any, live: Live, **context: Any) -> Iterator[Any]:
+    """The page, loaded; when the block ends, nothing must have gone wrong in it or come from elsewhere."""
+    faults: list[str] = []
+    made = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **context})
+    made.set_default_timeout(30_000)
+    page = made.new_page()
+    page.on("pageerror", lambda error: faults.append(str(error)))
+    page.on("console", lambda said: faults.append(said.text) if "Content Security" in said.text else None)
+    page.on("request", lambda sent: None if sent.url.startswith(live.url) else faults.append(f"asked {sent.url}"))
+    page.goto(live.url + "/")
+    page.wait_for_selector(".state.ok, .key")
+    yield page
+    made.close()
+    assert not faults
+
+
+def until(page: Any, true: str, seconds: float = 30.0) -> None:
+    """Waits for a JavaScript expression; asked from outside, since the page's policy forbids to evaluate in it."""
+    end = time.monotonic() + seconds
+    while not page.evaluate(true):
+        assert time.monotonic() < end, f"never came true: {true}"
+        page.wait_for_timeout(30)
+
+
+def write(page: Any, prompt: str) -> None:
+    page.fill(PROMPT, prompt)
+    page.press(PROMPT, "Control+Enter")
+
+
+def test_a_prompt_is_written_on_token_by_token_and_its_slot_fills_and_frees(browser: Any, slow: Live) -> None:
+    with opened(browser, slow) as page:
+        page.click(".sampling summary")
+        page.check(".fields input[type=checkbox]")  # past the end of text
+        write(page, "ROMEO:\n")
+        until(page, "document.querySelectorAll('.output .fresh').length >= 3")
+        part = page.text_content(".output")
+        until(page, "document.querySelector('.slots .figure').textContent.startsWith('1 of 4')")
+        page.wait_for_selector(".facts b")
+        until(page, "document.querySelector('.facts').textContent.includes('tokens')")
+        until(page, "!document.querySelector('.output.busy')")
+        whole = page.text_content(".output")
+        assert whole.startswith(part) and len(whole) > len(part) > 0
+        facts = page.text_content(".facts")
+        assert "slot" in facts and "first token" in facts and "seed" in facts
+        until(page, "document.querySelector('.slots .figure').textContent.startsWith('0 of 4')")
+        assert page.text_content(".paper .prompt") == "ROMEO:\n"
+        assert page.evaluate("document.querySelectorAll('.gaps canvas').length") == 1
+
+
+def test_escape_stops_a_stream_and_frees_its_slot(browser: Any, slow: Live) -> None:
+    with opened(browser, slow) as page:
+        page.click(".sampling summary")
+        page.fill(".fields input[type=range]", "900")
+        page.check(".fields input[type=checkbox]")
+        write(page, "HAMLET:\n")
+        until(page, "document.querySelectorAll('.output .fresh').length >= 2")
+        page.keyboard.press("Escape")
+        until(page, "document.querySelector('.facts').textContent.includes('stopped by you')")
+        slow.wait_idle(5)
+        page.click(".composer button")  # and once more with the button
+        page.wait_for_selector(".composer button.stop")
+        page.click(".composer button.stop")
+        until(page, "document.querySelector('.facts').textContent.includes('stopped by you')")
+        slow.wait_idle(5)
+
+
+def test_a_chat_goes_on_from_turn_to_turn(browser: Any, slow: Live) -> None:
+    with opened(browser, slow) as page:
+        page.click("text=Chat")
+        for turn in (1, 2):
+            page.fill(PROMPT, f"How now, and what of turn {turn}?")
+            page.press(PROMPT, "Enter")
+            until(page, f"document.querySelectorAll('.paper .assistant').length === {turn}")
+            assert page.locator(".paper .user").count() == turn
+        assert page.text_content(".paper .assistant") and page.text_content(".output") == ""
+
+
+def test_what_waits_is_shown_with_its_reason(browser: Any, slow: Live) -> None:
+    body = {"prompt": "busy", "max_tokens": 300, "ignore_eos": True}
+    with opened(browser, slow) as page, ThreadPoolExecutor(6) as threads:
+        stop = threading.Event()
+
+        def hold() -> None:
+            with CLIENT.stream("POST", slow.url + "/generate", json=body) as response:
+                for _ in response.iter_raw():
+                    if stop.is_set():
+                        return
+
+        holders = [threads.submit(hold) for _ in range(6)]
+        try:
+            until(page, "document.querySelectorAll('.queue tbody tr').length == 2")
+            row = page.text_content(".queue tbody tr")
+            assert "gen-" in row and "a slot" in row
+            until(page, "document.querySelector('.slots .figure').textContent.startsWith('4 of 4')")
+        finally:
+            stop.set()
+        for holder in holders:
+            holder.result()
+
+
+def test_a_refusal_is_shown_in_the_servers_words(browser: Any, slow: Live) -> None:
+    with opened(browser, slow) as page:
+        write(page, "word " * 5000)
+        refused = page.wait_for_selector(".facts.refused").text_content()
+        assert "tokens" in refused and any(sign.isdigit() for sign in refused)
+
+
+def test_text_is_text_and_nothing_in_it_is_run(browser: Any, slow: Live) -> None:
+    with opened(browser, slow) as page:
+        write(page, "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>")
+        page.wait_for_selector(".output .fresh")
+        assert page.title() == "tokenteller" and "<img" in page.text_content(".paper .prompt")
+        assert page.evaluate("document.querySelectorAll('.paper img, .paper script').length") == 0
+        page.keyboard.press("Escape")
+    headers = CLIENT.get(slow.url + "/").headers
+    assert "script-src 'self'" in headers["content-security-policy"] and "unsafe" not in str(headers)
+
+
+def test_slots_can_be_read_by_keyboard(browser: Any, slow: Live) -> None:
+    with opened(browser, slow) as page:
+        page.focus(".slots canvas")
+        page.keyboard.press("ArrowRight")
+        until(page, "document.querySelector('.slots .hint').textContent.startsWith('slot 0')")
+        page.keyboard.press("ArrowRight")
+        until(page, "document.querySelector('.slots .hint').textContent.startsWith('slot 1')")
+        until(page, "document.querySelector('.slots canvas').ariaLabel.includes('of 4 slots run')")
+
+
+@pytest.mark.parametrize("width", [320, 390, 820])
+def test_a_narrow_screen_shows_all_without_scrolling_sideways(browser: Any, slow: Live, width: int) -> None:
+    size = {"width": width, "height": 800}
+    with opened(browser, slow, viewport=size, is_mobile=True, has_touch=True) as page:
+        write(page, "JULIET:\n")
+        page.wait_for_selector(".output .fresh")
+        page.wait_for_selector(".memory .legend")
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        page.keyboard.press("Escape")
+
+
+def test_dark_mode_follows_the_system_and_the_switch(browser: Any, slow: Live) -> None:
+    paper = "getComputedStyle(document.body).backgroundColor"
+    with opened(browser, slow, color_scheme="dark") as page:
+        dark = page.evaluate(paper)
+        page.click(".theme")
+        until(page, f"{paper} !== '{dark}'")
+        page.click(".theme")
+        until(page, f"{paper} === '{dark}'")
+
+
+def test_a_server_with_keys_asks_for_one_and_then_works(browser: Any) -> None:
+    with serve(model="toy", slots=2, api_key="open-sesame") as live, opened(browser, live) as page:
+        page.fill("#key", "open-barley")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#key")
+        page.fill("#key", "open-sesame")
+        page.keyboard.press("Enter")
+        page.wait_for_selector(".state.ok")
+        write(page, "ROMEO:\n")
+        until(page, "document.querySelector('.facts').textContent.includes('seed')")
+
+
+def test_the_vendored_files_are_the_pinned_ones() -> None:
+    sums = [line.split() for line in (HERE / "vendor/SHA256SUMS").read_text().splitlines()]
+    assert {name for _, name in sums} == {"preact-htm.js", "uplot.js", "uplot.css", "LICENSES.txt"}
+    for wanted, name in sums:
+        assert hashlib.sha256((HERE / "vendor" / name).read_bytes()).hexdigest() == wanted
+    licences = (HERE / "vendor/LICENSES.txt").read_text()
+    assert "Apache License" in licences and licences.count("MIT") >= 2
+
+
+def test_only_the_pages_own_kinds_of_file_are_served(live: Live) -> None:
+    assert CLIENT.get(live.url + "/page/app.js").headers["content-type"].startswith("text/javascript")
+    assert CLIENT.get(live.url + "/page/vendor/LICENSES.txt").status_code == 200
+    for path in ("__init__.py", "vendor/fetch.sh", "..%2f__main__.py", "%2e%2e/app.py", "", "vendor"):
+        assert CLIENT.get(live.url + "/page/" + path).status_code in (404, 405), path
+
+
+def pictures(live: Live, count: int) -> list[str]:
+    with CLIENT.stream("GET", live.url + "/pool") as response:
+        got = response.iter_lines()
+        return [line for line in (next(got) for _ in range(2 * count)) if line]
+
+
+def test_all_who_look_share_one_picture_and_it_is_taken_only_while_somebody_looks(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[float] = []
+    snapshot = pool_room.snapshot
+    monkeypatch.setattr(pool_room, "snapshot", lambda *parts: (taken.append(time.monotonic()), snapshot(*parts))[1])
+    with ThreadPoolExecutor(8) as threads:
+        seen = list(threads.map(lambda _: pictures(live, 4), range(8)))
+    assert len(taken) < 16  # not 8 times 4
+    assert len(set().union(*seen)) <= len(taken)
+    time.sleep(3 * pool_room.PERIOD_S)
+    before = len(taken)
+    time.sleep(3 * pool_room.PERIOD_S)
+    assert len(taken) == before
+
+
+def test_one_more_who_looks_than_there_is_room_for_is_refused(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pool_room, "VIEWERS", 1)
+    assert CLIENT.head(live.url + "/pool").status_code == 200
+    with CLIENT.stream("GET", live.url + "/pool") as first:
+        looking = first.iter_raw()  # an iterator that is dropped closes the connection
+        next(looking)
+        second = CLIENT.get(live.url + "/pool")
+        assert second.status_code == 503 and second.headers["retry-after"] == "10"
+    while len(pictures_or_refusal(live)) != 1:
+        time.sleep(0.05)
+
+
+def pictures_or_refusal(live: Live) -> list[str]:
+    with CLIENT.stream("GET", live.url + "/pool") as response:
+        return [next(response.iter_lines())] if response.status_code == 200 else []
+
+
+def test_the_picture_shows_what_the_ledger_has(live: Live) -> None:
+    import orjson
+
+    body: dict[str, Any] = {"prompt": "seen", "max_tokens": 240, "ignore_eos": True}
+    with ThreadPoolExecutor(3) as threads:
+        running = [threads.submit(stream_raw, live.url, **body) for _ in range(3)]
+        pictured = [orjson.loads(line.removeprefix("data: ")) for line in pictures(live, 6)]
+        for stream in running:
+            stream.result()
+    full = max(pictured, key=lambda picture: len(picture["running"]))
+    assert full["state"] == "ok" and full["slots"] == 8
+    assert 0 < len(full["running"]) <= 3
+    assert all(rows <= most for _, rows, most, *_ in full["running"])
+    pool = full["pool"]
+    assert max(full["demand"]["running"]) == pool["held"] + pool["owed"] <= pool["budget"]

@@ -35,7 +35,12 @@ class KVPool:
         self.slots = slots
         dtype = dtype or _DTYPES[layout.bytes_per_element]
         self._buffer = self._map() if layout.paged else None
-        flat = torch.frombuffer(self._buffer, dtype=dtype) if self._buffer else self._reserve(device, dtype)
+        elements = slots * layout.slot_bytes // layout.bytes_per_element
+        flat = (
+            torch.frombuffer(self._buffer, dtype=dtype, count=elements)
+            if self._buffer
+            else self._reserve(device, dtype)
+        )
         lane = layout.lane_bytes // layout.bytes_per_element
         heads, layers = layout.num_kv_heads, layout.num_layers
         self.kv = flat.as_strided(
@@ -48,13 +53,14 @@ class KVPool:
         length = self.slots * self.layout.slot_bytes
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
         try:
-            buffer = mmap.mmap(-1, length, flags=flags)
+            buffer = mmap.mmap(-1, length + PAGE_BYTES, flags=flags)  # the last page is never touched
         except OSError as error:
             raise PoolMemoryError(
                 f"cannot map {size(length)} of address space for {self.slots} slots: {error}"
             ) from error
         buffer.madvise(_MADV_NOHUGEPAGE)  # a huge page would charge 2 MiB for the first row of a lane
-        buffer.madvise(_MADV_DONTFORK)  # also keeps the kernel from merging it with a neighbouring mapping
+        # not of the last page: so the kernel merges it with no neighbour, not even with another pool
+        buffer.madvise(_MADV_DONTFORK, 0, length)
         return buffer
 
     def _reserve(self, device: str, dtype: torch.dtype) -> torch.Tensor:
@@ -131,7 +137,7 @@ class KVPool:
         if self._buffer is None:
             return self.slots * self.layout.slot_bytes
         start, total, inside = self.kv.data_ptr(), 0, False
-        end = start + len(self._buffer)
+        end = start + self.slots * self.layout.slot_bytes
         with open("/proc/self/smaps") as smaps:
             for line in smaps:
                 head = line.split(" ", 1)[0]
@@ -157,6 +163,8 @@ class KVPool:
                 f"lower --kv-memory, --slots or --max-context"
             )
         if self._buffer is not None:
-            pages = np.frombuffer(self._buffer, np.uint8)[: min(budget_bytes, len(self._buffer)) : PAGE_BYTES]
+            pages = np.frombuffer(self._buffer, np.uint8)[
+                : min(budget_bytes, self.slots * self.layout.slot_bytes) : PAGE_BYTES
+            ]
             pages[:] = 1
             self._buffer.madvise(mmap.MADV_DONTNEED)

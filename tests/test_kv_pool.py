@@ -83,3 +83,11 @@ def test_without_paging_every_slot_costs_its_full_length() -> None:
     fill(pool, 0, 0, 5)
     pool.release(0)
     assert not pool.kv[0].any()
+
+
+def test_pools_side_by_side_have_figures_of_their_own() -> None:
+    pools = [KVPool(LAYOUT, slots=64) for _ in range(4)]  # the kernel lays mappings beside each other
+    for rows, pool in enumerate(pools, start=1):
+        fill(pool, 0, 0, 40 * rows)
+    for rows, pool in enumerate(pools, start=1):
+        assert pool.resident_bytes() == LAYOUT.committed(40 * rows)

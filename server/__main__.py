@@ -88,7 +88,7 @@ def _serve(arguments: list[str]) -> int:
     settings = _settings(ServeSettings, arguments)
     _check_certificate(settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it loads; PID 1 has no default action
-    logs.set_up(settings.log_format, settings.log_level)
+    logs.set_up("json" if settings.explain_json else settings.log_format, settings.log_level)
     plan = make_plan(settings)[2]
     announce(settings, plan_text(plan), "plan", {"pool_bytes": plan.pool_bytes, "weight_bytes": plan.weight_bytes})
     # waiting threads must not spin: the event loop needs the same cores; read when torch is first imported

@@ -94,12 +94,15 @@ class ServeSettings(ModelSettings):
     )
     bypass_limit: int = Field(16, ge=0, description="times that a waiting request may be passed by one behind it")
     queue_limit: int = Field(256, ge=1, description="requests that may wait; one more gets 429")
+    queue_tokens: int = Field(2**20, ge=1, description="prompt tokens that may wait; a request beyond gets 429")
     max_body: Bytes = Field(2**20, description="largest request body in bytes; more gets 413")
     stream_buffer: int = Field(256, ge=1, description="tokens a client may lag behind before its sequence is held")
     slow_reader_timeout: float = Field(30.0, gt=0, description="seconds a sequence is held before its stream is ended")
     shutdown_timeout: int = Field(30, ge=0, description="seconds that running streams get to finish after SIGTERM")
     log_format: Literal["plain", "json"] = Field("plain", description="how log lines are written, on stderr")
     log_level: Literal["debug", "info", "warning", "error"] = Field("info", description="least level that is logged")
+    explain: CliImplicitFlag[bool] = Field(False, description="log each decision of the scheduler with its formula")
+    explain_json: CliImplicitFlag[bool] = Field(False, description="the same, and all log lines as JSON")
     api_key: ApiKeys = Field(
         (), description="keys that clients must send; repeat it, or @FILE with one a line (default: none is asked for)"
     )

@@ -216,7 +216,7 @@ class History(RuleBasedStateMachine):
             assert sequence.plan is not None
             told = self.told.setdefault(key, sequence.plan.begin)
             assert self.excused or max(clock, sequence.plan.begin) <= told, "later than told"
-        assert self.excused or not scheduler.counts.late
+        assert self.excused or not scheduler.counts.postponed
 
     def teardown(self) -> None:
         if not hasattr(self, "world"):
@@ -226,7 +226,7 @@ class History(RuleBasedStateMachine):
         self.world.drain()
         self.laws()
         scheduler = self.world.scheduler
-        assert not scheduler._by_id and not scheduler._held
+        assert not scheduler._by_id and not scheduler.held
         assert not scheduler.ledger.lent_bytes and scheduler.ledger.free_slots == scheduler.ledger.slots
 
 

@@ -24,6 +24,7 @@ from server.api.pool import Picture
 from server.api.service import Service, service_of
 from server.api.stream import Streams
 from server.engine.engine import Engine
+from server.engine.explain import Decisions
 from server.engine.ledger import KVLedger
 from server.engine.runner import Runner, use_threads
 from server.engine.scheduler import Scheduler
@@ -55,6 +56,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
         settings.prefill_chunk,
         bypass_limit=settings.bypass_limit,
         hold_limit_s=settings.slow_reader_timeout,
+        decisions=Decisions(ledger) if settings.explain or settings.explain_json else None,
     )
     runner = Runner(checkpoint.decoder, pool, max_rows=plan.slots + settings.prefill_chunk, threads=threads)
     runner.warm_up()
@@ -87,6 +89,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
             buffer_tokens=settings.stream_buffer,
             slow_reader_s=settings.slow_reader_timeout,
             queue_limit=settings.queue_limit,
+            queue_tokens=settings.queue_tokens,
             model_name=checkpoint.name,
             metrics=metrics,
         )

@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from starlette.requests import ClientDisconnect, Request
 
 from model.sampler import SamplingParams
+from server.api.stream import Terms
 from server.errors import BadRequest, BodyTimeout, BodyTooLarge, Unprocessable
 
 Model = TypeVar("Model", bound="Body")
@@ -51,6 +52,11 @@ class SamplingBody(Body):
     stop_token_ids: list[int] = Field([], max_length=64)
     ignore_eos: bool = False
     min_tokens: int = Field(0, ge=0, description="no end and no stop before so many tokens")
+    priority: int = Field(0, ge=-100, le=100, description="lower goes first; each step is worth 10 s of waiting")
+    deadline_ms: int | None = Field(None, ge=1, le=2**31, description="ends it with what it has by then")
+    max_queue_ms: int | None = Field(None, ge=1, le=2**31, description="ends it if it has no slot by then")
+    cache_prefix: bool = Field(True, description="whether rows of its prompt may be reused, from others and by others")
+    cache_salt: str = Field("", max_length=256, description="rows are reused only where the salt is the same")
 
     def refuse_beside_a_grammar(self, name: str) -> None:
         """What would cut a structured answer off, or keep it from ending. Raises Unprocessable."""
@@ -72,6 +78,9 @@ class SamplingBody(Body):
         if len({int(key) for key in value}) < len(value):
             raise ValueError("one token id stands there twice")
         return value
+
+    def terms(self) -> Terms:
+        return Terms(self.priority, self.deadline_ms, self.max_queue_ms, self.cache_prefix, self.cache_salt)
 
     def sampling(self, logprobs: int | None) -> SamplingParams:
         return SamplingParams(

@@ -72,6 +72,7 @@ class GenerateBody(SamplingBody):
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             grammar=self.structure(),
+            terms=self.terms(),
         )
 
 
@@ -106,8 +107,8 @@ async def frames(service: Service, stream: Stream) -> AsyncIterator[bytes]:
                     yield sse.frame(told | token_fields(service.streams.tokenizer, pieces))
                 case End(index=index):
                     yield sse.frame({"type": "end", "index": index} | end_fields(stream, item))
-                case Silence(waiting=waiting):
-                    yield sse.comment("waiting" if waiting else "working")
+                case Silence(comment=comment):
+                    yield sse.comment(comment)
     except ApiError as error:
         yield sse.frame({"type": "error"} | error.body())
     yield sse.DONE
@@ -115,7 +116,7 @@ async def frames(service: Service, stream: Stream) -> AsyncIterator[bytes]:
 
 async def fold(service: Service, stream: Stream) -> dict[str, Any]:
     """The same events as one JSON object. Raises ApiError for a failure."""
-    answer: dict[str, Any] = {}
+    answer: dict[str, Any] = {"id": stream.request.id, "slot": None, "kv": None}
     text: dict[int, str] = defaultdict(str)
     pieces: dict[int, list[Piece]] = defaultdict(list)
     ends: dict[int, End] = {}
@@ -152,6 +153,7 @@ def start_fields(service: Service, stream: Stream, started: Started) -> dict[str
         "cached_tokens": started.cached_tokens,
         "kv": kv,
         "queued_ms": _ms(stream.arrived, stream.started_at),
+        "timing": {"predicted_ttft_ms": predicted_ttft(stream)},
     }
 
 
@@ -183,21 +185,28 @@ def end_fields(stream: Stream, end: End) -> dict[str, Any]:
 
 
 def usage(stream: Stream, completion_tokens: int) -> dict[str, int]:
-    cached = stream.started.cached_tokens if stream.started else 0
     return {
         "prompt_tokens": len(stream.request.prompt),
         "completion_tokens": completion_tokens,
-        "cached_tokens": cached,
+        "cached_tokens": stream.cached_tokens,
     }
 
 
 def timing(stream: Stream) -> dict[str, float | None]:
-    """Milliseconds from arrival to the slot, to the first token, and until now."""
+    """Milliseconds from arrival to the slot, to the first token (and as predicted with the slot), and until now."""
     return {
         "queued_ms": _ms(stream.arrived, stream.started_at),
         "ttft_ms": _ms(stream.arrived, stream.first_token_at),
+        "predicted_ttft_ms": predicted_ttft(stream),
         "total_ms": _ms(stream.arrived, time.monotonic()),
     }
+
+
+def predicted_ttft(stream: Stream) -> float | None:
+    """Milliseconds from arrival to the first token, as it seemed when the slot was given."""
+    if stream.started is None or stream.started_at is None:
+        return None
+    return _ms(stream.arrived, stream.started_at + stream.started.first_token_s)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

@@ -148,6 +148,7 @@ class OpenAIBody(SamplingBody):
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
             grammar=grammar,
+            terms=self.terms(),
             default_max_tokens=self.default_max_tokens,
             operation=self.operation,
         )
@@ -299,7 +300,7 @@ class Answer(ABC):
         try:
             async for prompt, item in self._items():
                 if isinstance(item, Silence):
-                    yield sse.comment("waiting" if item.waiting else "working")
+                    yield sse.comment(item.comment)
                 for choice in self._chunks(prompt, item, lengths):
                     yield sse.frame(self._chunk([choice], options.continuous_usage_stats))
             if options.include_usage:

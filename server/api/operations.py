@@ -17,7 +17,8 @@ from server.api.pool import Picture
 from server.api.service import Service, service_of
 from server.engine.runner import Runner
 from server.engine.scheduler import Scheduler
-from server.errors import Unavailable
+from server.engine.why import request_state
+from server.errors import NotFound, Unavailable
 from server.metrics import WAITING_FOR, Levels
 
 router = APIRouter()
@@ -84,6 +85,17 @@ async def pool(request: Request) -> Response:
         return Response(media_type="text/event-stream", headers=sse.HEADERS)
     leave = picture.enter()
     return sse.EventStreamResponse(picture.frames(), leave, {})
+
+
+@router.get("/requests/{id}")
+async def one_request(request: Request, id: str) -> JSONResponse:
+    """How a request stands: why it waits and until when at the latest, or what it holds."""
+    service = service_of(request)
+    stream = service.streams.find(id)
+    told = None if stream is None else await ask(service, lambda s, _: request_state(s, stream.request.id))
+    if told is None:
+        raise NotFound(f"no request {id[:128]!r} waits or runs here")
+    return JSONResponse(told)
 
 
 @router.get("/metrics")

@@ -8,6 +8,7 @@ import math
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 
 from model.grammar import Grammar, GrammarError, Grammars, Kind
@@ -16,7 +17,8 @@ from model.sampler import Logprobs, SamplingParams
 from model.tokenizer import Tokenizer
 from server import logs, tracing
 from server.engine.engine import Engine
-from server.engine.sequence import Event, Failed, Finished, Request, Started, Token
+from server.engine.sequence import Event, Failed, Finished, Request, Reused, Started, Token
+from server.engine.why import progress
 from server.errors import (
     ApiError,
     BadGrammar,
@@ -32,6 +34,7 @@ from server.metrics import Metrics, Served
 log = logging.getLogger("tokenteller")
 
 SILENCE_S = 10.0  # after so long without a frame, a comment is sent
+FIRST_S, WAITING_S = 0.05, 1.0  # and earlier while a request waits for its slot: at first, and then
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,9 +66,9 @@ class End:
 
 @dataclass(frozen=True, slots=True)
 class Silence:
-    """Nothing happened for a while; `waiting` for a slot, or for the next token."""
+    """Nothing happened for a while; `comment` tells what it waits for."""
 
-    waiting: bool
+    comment: str
 
 
 Item = Started | Delta | End | Silence
@@ -208,13 +211,14 @@ class Stream:
         self.started_at: float | None = None
         self.first_token_at: float | None = None
         self.started: Started | None = None
+        self.cached_tokens = 0
         self._streams = streams
         self._choices = [Choice(index, streams.tokenizer, request, wanted.stops) for index in range(request.n)]
         self._error: ApiError | None = None
         self._held_since: float | None = None
         self._closed = False
         self._wake = asyncio.Event()
-        self._request_id = logs.request_id.get()
+        self.client_id = logs.request_id.get()
         self._span = tracing.start(wanted.operation, streams.model_name, request)
 
     async def items(self) -> AsyncIterator[Item]:
@@ -223,13 +227,15 @@ class Stream:
         Raises ApiError for a failure, after what was ready before it.
         """
         told_start, open_choices = False, list(self._choices)
+        patience = FIRST_S
         while open_choices:
             if not self._wake.is_set():
                 try:
-                    async with asyncio.timeout(SILENCE_S):
+                    async with asyncio.timeout(patience if self.started is None else SILENCE_S):
                         await self._wake.wait()
                 except TimeoutError:
-                    yield Silence(waiting=self.started is None)
+                    patience = WAITING_S
+                    yield Silence(await self._progress())
                     continue
             self._wake.clear()
             error = self._error
@@ -248,6 +254,14 @@ class Stream:
             if error and open_choices:
                 raise error
 
+    async def _progress(self) -> str:
+        """How the request stands, as the engine tells it if it does within a second."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                told = await asyncio.wrap_future(self._streams.engine.ask(lambda s, _: progress(s, self.request.id)))
+                return told or "working"
+        return "working"
+
     def receive(self, event: Event) -> None:
         """Takes one event of the engine."""
         choice = self._choices[event.index]
@@ -257,6 +271,9 @@ class Stream:
             case Started():
                 if self.started is None:
                     self.started_at, self.started = time.monotonic(), event
+                    self.cached_tokens = event.cached_tokens
+            case Reused(index=0, cached_tokens=cached):  # what siblings copy from the first is its own prompt
+                self.cached_tokens = cached
             case Token():
                 self._stamp(choice)
                 choice.take(event)
@@ -300,7 +317,7 @@ class Stream:
             served = self._served()
             self._streams.metrics.served(served)
             tracing.end(self._span, served)
-            log.info("request", extra={"fields": {"request_id": self._request_id} | asdict(served)})
+            log.info("request", extra={"fields": {"request_id": self.client_id} | asdict(served)})
 
     def _stamp(self, choice: Choice) -> None:
         now, metrics = time.monotonic(), self._streams.metrics
@@ -309,7 +326,7 @@ class Stream:
         choice.last_token_at = now
         if self.first_token_at is None:
             self.first_token_at = now
-            metrics.first_token(len(self.request.prompt), self.started.cached_tokens if self.started else 0)
+            metrics.first_token(len(self.request.prompt), self.cached_tokens)
 
     def _served(self) -> Served:
         now, first, started_at = time.monotonic(), self.first_token_at, self.started_at
@@ -319,7 +336,7 @@ class Stream:
             id=self.request.id,
             operation=self.operation,
             prompt_tokens=len(self.request.prompt),
-            cached_tokens=self.started.cached_tokens if self.started else 0,
+            cached_tokens=self.cached_tokens,
             completion_tokens=sum(choice.completion_tokens for choice in self._choices),
             max_tokens=self.request.max_tokens,
             reasons=tuple(choice.end.reason if choice.end else without for choice in self._choices),
@@ -350,6 +367,17 @@ class Stream:
 
 
 @dataclass(frozen=True, slots=True)
+class Terms:
+    """On which terms a request waits and runs; see Request. Milliseconds count from its arrival."""
+
+    priority: int = 0
+    deadline_ms: int | None = None
+    max_queue_ms: int | None = None
+    cache_prefix: bool = True
+    cache_salt: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class Wanted:
     """A generation as an endpoint asks for it."""
 
@@ -362,6 +390,7 @@ class Wanted:
     stop_token_ids: Sequence[int] = ()
     ignore_eos: bool = False
     grammar: tuple[Kind, str] | None = None
+    terms: Terms = Terms()
     default_max_tokens: int = 128
     operation: str = "text_completion"  # or "chat": OpenTelemetry's gen_ai.operation.name
     arrived: float = field(default_factory=time.monotonic)
@@ -379,6 +408,7 @@ class Streams:
         buffer_tokens: int,
         slow_reader_s: float,
         queue_limit: int,
+        queue_tokens: int = 2**20,
         model_name: str = "",
         metrics: Metrics | None = None,
     ) -> None:
@@ -390,6 +420,7 @@ class Streams:
         self.buffer_tokens = buffer_tokens
         self.slow_reader_s = slow_reader_s
         self.queue_limit = queue_limit
+        self.queue_tokens = queue_tokens
         self.ended: str | None = None  # why no event will ever come again
         self.stuck: str | None = None  # why none comes now
         self.drain_until: float | None = None  # monotonic; set once the server was told to end
@@ -418,8 +449,13 @@ class Streams:
             n=wanted.n,
             grammar=grammar,
             stop_ids=frozenset(wanted.stop_token_ids) | (frozenset() if wanted.ignore_eos else self.tokenizer.stop_ids),
+            priority=wanted.terms.priority,
+            deadline=_after(wanted.arrived, wanted.terms.deadline_ms),
+            start_by=_after(wanted.arrived, wanted.terms.max_queue_ms),
+            cache_prefix=wanted.terms.cache_prefix,
+            cache_salt=wanted.terms.cache_salt,
         )
-        self._refuse_what_cannot_be_taken()
+        self._refuse_what_cannot_be_taken(len(prompt))
         stream = Stream(self, request, wanted)
         self._open[request.id] = stream  # registered before it is submitted, so that no event finds no stream
         self.engine.submit(request)
@@ -529,16 +565,31 @@ class Streams:
             **numbers,
         )
 
-    def _refuse_what_cannot_be_taken(self) -> None:
+    def find(self, id: str) -> Stream | None:
+        """An open stream by our id for it, or by the client's own X-Request-Id."""
+        return self._open.get(id) or next((s for s in self._open.values() if s.client_id == id), None)
+
+    def _refuse_what_cannot_be_taken(self, prompt_tokens: int) -> None:
         self.check_open()
         status = self.engine.status
-        waiting = sum(stream.started is None for stream in self._open.values())
+        waiting = [stream for stream in self._open.values() if stream.started is None]
         seats = 0 if status.waiting else status.free_slots  # for those that came since the last step
-        if waiting - seats >= self.queue_limit:
-            retry = max(1, math.ceil(status.next_start_s))
-            raise QueueFull(
-                f"{waiting} requests wait, the queue holds {self.queue_limit}; the next one leaves it within {retry} s",
-                retry_after_s=retry,
-                waiting=waiting,
-                queue_limit=self.queue_limit,
-            )
+        tokens = sum(len(stream.request.prompt) for stream in waiting)
+        over_tokens = len(waiting) > seats and tokens + prompt_tokens > self.queue_tokens
+        if len(waiting) - seats < self.queue_limit and not over_tokens:
+            return
+        retry = max(1, math.ceil(status.next_start_s))
+        bound = f"{self.queue_tokens} prompt tokens" if over_tokens else f"{self.queue_limit}"
+        raise QueueFull(
+            f"{len(waiting)} requests with {tokens} prompt tokens wait, the queue holds {bound}; "
+            f"the next one leaves it within {retry} s",
+            retry_after_s=retry,
+            waiting=len(waiting),
+            waiting_tokens=tokens,
+            queue_limit=self.queue_limit,
+            queue_tokens=self.queue_tokens,
+        )
+
+
+def _after(moment: float, milliseconds: int | None) -> float | None:
+    return None if milliseconds is None else moment + milliseconds / 1000

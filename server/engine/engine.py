@@ -138,6 +138,8 @@ class Engine:
         answer: Future[T] = Future()
 
         def put() -> None:
+            if not answer.set_running_or_notify_cancel():
+                return  # nobody waits for it any more
             self.runner.move(self.scheduler.take_moves())
             try:
                 answer.set_result(question(self.scheduler, self.runner))

@@ -227,6 +227,23 @@ class KVLedger:
             self.timetable.add(booked)
         return None
 
+    def clash_with_running(self, prompt: int, rows_max: int) -> tuple[str, int] | None:
+        """What keeps a start out right now, of what the running sequences may come to take, and at which step.
+
+        'slot' or 'kv_bytes'; None when it would fit beside them, and only those that wait were told the room for it.
+        """
+        now = self.timetable.now
+        plan = self.plan(prompt, prompt, rows_max, now)
+        sums = plan.take[:PROMPT].copy()  # [2, steps]
+        for account in self.accounts.values():
+            take = account.plan.take[:PROMPT, max(0, now - account.plan.begin) :][:, : sums.shape[1]]
+            sums[:, : take.shape[1]] += take
+        over = sums > self.timetable.limits[:PROMPT]
+        if not over.any():
+            return None
+        at = int(np.flatnonzero(over.any(axis=0))[-1])
+        return "slot" if over[SEATS, at] else "kv_bytes", now + at
+
     def replan(self, slot: int, prompt_rows: int, force: bool, still: int = 0) -> bool:
         """Plans a running sequence anew from now on; kept only where it fits, or by force.
 

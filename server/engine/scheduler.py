@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from bisect import insort
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -11,6 +12,7 @@ from itertools import count
 from model.grammar import GrammarError
 from model.sampler import Sampled
 from server.engine.cost import StepCost
+from server.engine.explain import Decisions
 from server.engine.ledger import KVLedger
 from server.engine.sequence import (
     Blame,
@@ -40,6 +42,7 @@ class Counts:
     admitted: int = 0
     bypasses: int = 0  # times that one from behind was let in before its turn
     held_steps: int = 0  # steps that a sequence had to sit out for the sake of a safe state, or of what was promised
+    postponed: int = 0  # starts that could not be at the step booked for them
     late: int = 0  # slots given later than told
     expired: int = 0
     prefix_hits: int = 0
@@ -61,12 +64,14 @@ class Scheduler:
         token_gap_s: float | None = None,
         bypass_limit: int = 16,
         hold_limit_s: float = 30.0,
+        decisions: Decisions | None = None,
     ) -> None:
         self.ledger = ledger
         self.prefill_chunk = prefill_chunk
         self.token_gap_s = token_gap_s
         self.bypass_limit = bypass_limit
         self.hold_limit_s = hold_limit_s
+        self.decisions = decisions
         self.waiting: list[Sequence] = []  # in their order
         self.running: list[Sequence] = []  # in the order of admission
         self.resident: dict[int, Sequence] = {}  # ended, but their rows are still there
@@ -76,7 +81,7 @@ class Scheduler:
         self._moves: list[Release | Copy] = []
         self._events: list[Event] = []
         self._sat_out: list[Sequence] = []
-        self._held: set[str] = set()
+        self.held: set[str] = set()  # requests whose readers are slow
         self._timers: list[tuple[float, int, Sequence, bool]] = []  # a heap; True: only while it waits
         self._serial = count()
         self._planned_at = 0.0
@@ -95,6 +100,10 @@ class Scheduler:
             sequence.order = (now + AGEING_S * request.priority, serial)
             insort(self.waiting, sequence, key=lambda s: s.order)
             self._book(self.waiting.index(sequence))
+            latest = self.latest_s(sequence)
+            sequence.told = math.inf if latest is None else now + latest
+            if self.decisions:
+                self.decisions.booked(sequence)
             for time, only_waiting in ((request.deadline, False), (request.start_by, True)):
                 if time is not None:
                     heapq.heappush(self._timers, (time, serial, sequence, only_waiting))
@@ -144,14 +153,14 @@ class Scheduler:
 
         An id that is unknown, or has ended, is ignored.
         """
-        for sequence in self._sequences(request_id):
+        for sequence in self.sequences(request_id):
             if index is None or sequence.index == index:
                 self._drop(sequence)
 
     def hold(self, request_id: str, held: bool) -> None:
         """Lets a request sit out until its reader has caught up; it is planned with its maximum meanwhile."""
-        sequences = self._sequences(request_id)
-        (self._held.add if held and sequences else self._held.discard)(request_id)
+        sequences = self.sequences(request_id)
+        (self.held.add if held and sequences else self.held.discard)(request_id)
         for sequence in sequences:
             if sequence.slot is not None and sequence.held != held:
                 sequence.held = held
@@ -196,7 +205,7 @@ class Scheduler:
             sums[:, at : at + take.shape[1]] -= take
         assert not sums.any(), "the timetable is the sum of all plans"
 
-    def _sequences(self, request_id: str) -> list[Sequence]:
+    def sequences(self, request_id: str) -> list[Sequence]:
         return list(self._by_id.get(request_id, ()))
 
     def _book(self, at: int) -> None:
@@ -235,9 +244,12 @@ class Scheduler:
         closed = False
         for sequence in self.waiting.copy():
             due = sequence.plan is not None and sequence.plan.begin <= clock
-            if (closed and not due) or sequence.request.id in self._held:
+            if (closed and not due) or sequence.request.id in self.held:
                 continue
             if (due or sequence.tried != self._freed) and self._start(sequence):
+                self.counts.late += self._planned_at > sequence.told
+                if self.decisions:
+                    self.decisions.started(sequence, due, len(passed))
                 if not due:
                     self.counts.bypasses += bool(passed)
                     for other in passed:
@@ -255,14 +267,14 @@ class Scheduler:
         """Lets a step pass in which nothing is computed, when all that is there waits for its time to come."""
         if any(sequence.held for sequence in self.running):
             return False  # their readers decide how it goes on
-        if not self.running and not any(s.plan and s.request.id not in self._held for s in self.waiting):
+        if not self.running and not any(s.plan and s.request.id not in self.held for s in self.waiting):
             return False
         self.ledger.timetable.tick()
         return True
 
     def _postpone(self, sequence: Sequence) -> None:
         """Books anew what could not start when it was due: someone has fallen behind the plan."""
-        self.counts.late += 1
+        self.counts.postponed += 1
         if sequence.plan:
             self.ledger.timetable.remove(sequence.plan)
         request = sequence.request
@@ -293,14 +305,23 @@ class Scheduler:
             source.slot = None
             if shared < source.computed:
                 self._moves.append(Release(adopted, keep=shared))
-            self._reuse(sequence, shared)
+            self._reuse(sequence, shared, adopted)
         elif source:
             sequence.source, sequence.shared = source, shared
             self._follow(sequence)
         layout = ledger.layout
         held, most = layout.committed(prompt), layout.committed(request.rows_max)
-        self._events.append(Started(request.id, sequence.index, sequence.slot, held, most, sequence.cached))
+        cached, first_s = sequence.cached, self._first_token_s(sequence)
+        self._events.append(Started(request.id, sequence.index, sequence.slot, held, most, cached, first_s))
         return True
+
+    def _first_token_s(self, sequence: Sequence) -> float:
+        """What it will take, as it seems, until the prompt is computed: those before it come first."""
+        rows = sum(max(0, len(s.request.prompt) - s.computed) for s in self.running if s.source is None)
+        rows += sequence.source is not None
+        decoding = sum(s.computed >= len(s.request.prompt) for s in self.running)
+        steps = -(-rows // max(1, self._prefill_budget(decoding)))
+        return steps * self.cost.predict(decoding) + rows * self.cost.slope
 
     # Running
 
@@ -322,7 +343,7 @@ class Scheduler:
                 continue
             if computed >= len(sequence.request.prompt):
                 if clock <= accounts[slot].plan.ready and not self._replan(sequence, force=False):
-                    self.counts.held_steps += 1  # it is ahead of its plan, and others were promised what it would take
+                    self._sit_out(sequence, "ahead of its plan; what it would take was promised to others")
                     continue
                 if ledger.growth(slot):
                     growing.append(slot)
@@ -336,10 +357,16 @@ class Scheduler:
         refused = self.ledger.must_wait(growing)
         if refused:
             self._sat_out = [span.sequence for span in spans if span.sequence.slot in refused]
-            self.counts.held_steps += len(refused)
+            for sequence in self._sat_out:
+                self._sit_out(sequence, "its next page would leave no order in which all can end")
             spans = [span for span in spans if span.sequence.slot not in refused]
         self._give_up(self.ledger.make_room(sum(map(self.ledger.growth, set(growing) - refused))))
         return spans
+
+    def _sit_out(self, sequence: Sequence, why: str) -> None:
+        self.counts.held_steps += 1
+        if self.decisions:
+            self.decisions.sits_out(sequence, why)
 
     def _prefill(self, prompts: list[Sequence], decoding: int) -> list[Span]:
         """Rows of prompts: first those that the timetable has for this step, then first come first served."""
@@ -353,11 +380,15 @@ class Scheduler:
             sure.append(min(left, accounts[sequence.slot].plan.prompt_rows(clock)))
         spare = self._prefill_budget(decoding) - sum(sure)
         spans = []
+        reached: dict[Sequence, int] = {}
         for sequence, rows in zip(prompts, sure, strict=True):
-            if spare > 0 and sequence.source is None:
-                more = min(spare, len(sequence.tokens) - sequence.computed - rows)
+            if sequence.source is None:
+                more = min(max(0, spare), len(sequence.tokens) - sequence.computed - rows)
                 rows, spare = rows + more, spare - more
+            elif reached.get(sequence.source, 0) >= sequence.shared:
+                continue  # it can copy them before the next step
             if rows:
+                reached[sequence] = sequence.computed + rows
                 spans.append(Span(sequence, sequence.computed, sequence.computed + rows))
         return spans
 
@@ -401,7 +432,7 @@ class Scheduler:
         siblings.remove(sequence)
         if not siblings:
             del self._by_id[sequence.request.id]
-            self._held.discard(sequence.request.id)
+            self.held.discard(sequence.request.id)
         self._freed += 1
         if sequence.slot is None:
             self.waiting.remove(sequence)
@@ -410,6 +441,9 @@ class Scheduler:
             return
         self.running.remove(sequence)
         keep = keep and sequence.request.cache_prefix
+        if self.decisions:
+            lent = self.ledger.layout.committed(self.ledger.accounts[sequence.slot].lent)
+            self.decisions.ended(sequence, lent, keep)
         self.ledger.close(sequence.slot, keep)
         if sequence.slot in self.ledger.resident:
             self.resident[sequence.slot] = sequence
@@ -447,22 +481,27 @@ class Scheduler:
         if source.slot is None or rows <= sequence.computed or not self.ledger.layout.holds(source.computed, rows):
             return False
         self._moves.append(Copy(source.slot, sequence.slot, rows))
-        self._reuse(sequence, rows)
+        self._reuse(sequence, rows, source.slot)
         return True
 
-    def _reuse(self, sequence: Sequence, rows: int) -> None:
+    def _reuse(self, sequence: Sequence, rows: int, source: int) -> None:
         assert sequence.slot is not None
         sequence.cached = rows - sequence.computed
         sequence.computed = rows
         self.ledger.grow(sequence.slot, rows)
         self.counts.prefix_hits += 1
         self.counts.prefix_rows += sequence.cached
+        if self.decisions:
+            self.decisions.reused(sequence, rows, source, copied=source != sequence.slot)
 
     def _give_up(self, slots: list[int]) -> None:
         """Forgets the rows of resident slots whose seat or bytes are wanted."""
         for slot in slots:
-            self.resident.pop(slot).slot = None
+            gone = self.resident.pop(slot)
+            gone.slot = None
             self._moves.append(Release(slot))
+            if self.decisions:
+                self.decisions.given_up(slot, gone.computed)
 
 
 def common_prefix(one: list[int], other: list[int], limit: int) -> int:

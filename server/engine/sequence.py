@@ -51,6 +51,7 @@ class Sequence:
     plan: Plan | None = None  # while it waits: what was booked for it
     order: tuple[float, int] = (0.0, 0)  # its place among those that wait
     tried: int = -1  # what had come free when it was last tried in vain
+    told: float = 0.0  # when it has its slot at the latest, in seconds of the engine's clock
     passed: int = 0  # how many from behind have been let in before it
     source: Sequence | None = None  # who computes `shared` rows of its prompt just now
     shared: int = 0
@@ -94,6 +95,7 @@ class Started:
     held_bytes: int
     max_bytes: int
     cached_tokens: int = 0
+    first_token_s: float = 0.0  # what it will take until its first token, as it seems
 
 
 @dataclass(slots=True)  # not frozen: there are thousands a second, and freezing makes them twice as slow

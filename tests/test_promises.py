@@ -1,0 +1,157 @@
+"""What waits is explained, what is told holds, what is reused changes nothing: on a real server."""
+
+from __future__ import annotations
+
+import re
+import threading
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from live import Live, serve
+
+COMMENT = re.compile(r": waiting position=(\d+) for=(\w+) latest_ms=(\d+|unknown)")
+
+
+@pytest.fixture(scope="module")
+def narrow(rand: Path) -> Iterator[Live]:
+    """Two slots, and a pool that holds one sequence at full length and a half."""
+    with serve(model=str(rand), slots=2, kv_memory=192 * 1024, prefill_chunk=16) as server:
+        yield server
+
+
+def raw(live: Live, **body: Any) -> str:
+    """The whole text of a stream, comments and all."""
+    with httpx.stream("POST", live.url + "/generate", json=body, timeout=60) as response:
+        assert response.status_code == 200, response.read()
+        return b"".join(response.iter_raw()).decode()
+
+
+def busy(live: Live, count: int, **body: Any) -> list[threading.Thread]:
+    """`count` long streams, once they all have a slot."""
+    body = {"max_tokens": 200, "ignore_eos": True, "temperature": 0} | body
+    threads = [
+        threading.Thread(target=raw, args=(live,), kwargs=body | {"prompt": f"busy {at}"}) for at in range(count)
+    ]
+    for thread in threads:
+        thread.start()
+    while sum(slot["state"] == "running" for slot in live.slots()["slots"]) < count:
+        time.sleep(0.005)
+    return threads
+
+
+def test_one_that_waits_is_told_its_place_what_binds_and_the_latest_time(rand: Path) -> None:
+    with serve(model=str(rand), slots=1) as live:
+        threads = busy(live, 1, max_tokens=240)
+        with ThreadPoolExecutor(2) as pool:
+            texts = list(pool.map(lambda _: raw(live, prompt="x", max_tokens=200, ignore_eos=True), range(2)))
+        told = [COMMENT.search(text) for text in texts]
+        assert {match[1] for match in told if match} >= {"1"}
+        assert all(match[2] in ("slot", "turn") and match[3] != "unknown" for match in told if match)
+        for thread in threads:
+            thread.join()
+
+
+def test_a_request_can_be_asked_about_by_its_own_id_and_by_ours(narrow: Live) -> None:
+    threads = busy(narrow, 2, max_tokens=60)
+    headers = {"X-Request-Id": "client-7"}
+    body = {"prompt": "waits", "max_tokens": 100, "ignore_eos": True}
+    with httpx.stream("POST", narrow.url + "/generate", json=body, headers=headers, timeout=60) as response:
+        told = httpx.get(narrow.url + "/requests/client-7").json()
+        assert told["id"].startswith("gen-")
+        assert httpx.get(narrow.url + f"/requests/{told['id']}").status_code in (200, 404)  # it may have ended by now
+        if told["state"] == "waiting":
+            assert told["waiting"]["position"] == 1 and told["waiting"]["for"] in ("slot", "kv_bytes")
+            assert {holder["slot"] for holder in told["waiting"]["held_by"]} <= {0, 1}
+            assert told["waiting"]["latest_ms"] >= 0
+        else:
+            assert told["choices"][0]["rows_max"] == 5 + 100 - 1
+        response.read()
+    for thread in threads:
+        thread.join()
+    gone = httpx.get(narrow.url + "/requests/client-7")
+    assert gone.status_code == 404 and gone.json()["error"]["code"] == "not_found"
+
+
+def test_patience_and_deadlines_end_a_request_with_their_own_reason(narrow: Live) -> None:
+    threads = busy(narrow, 2, max_tokens=120)
+    queued = narrow.stream("x", max_tokens=8, max_queue_ms=1)
+    assert [frame["type"] for frame in queued] == ["end"] and queued[0]["finish_reason"] == "deadline"
+    answer = narrow.generate("x", max_tokens=8, deadline_ms=1)
+    assert answer["choices"][0]["finish_reason"] == "deadline" and answer["slot"] is None
+    for thread in threads:
+        thread.join()
+    late = narrow.generate("y", max_tokens=240, deadline_ms=30, ignore_eos=True)
+    choice = late["choices"][0]
+    if choice["finish_reason"] == "deadline":
+        assert 0 < len(choice["token_ids"]) < 240 or late["slot"] is None
+    assert narrow.wait_idle()["pool"]["lent_bytes"] == 0
+
+
+def test_a_queue_is_bounded_in_prompt_tokens_too(rand: Path) -> None:
+    with serve(model=str(rand), slots=1, queue_tokens=100) as live:
+        threads = busy(live, 1, max_tokens=240)
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(raw, live, prompt=[1] * 80, max_tokens=1)
+            while not live.slots()["waiting"]:
+                time.sleep(0.002)
+            refused = live.post(prompt=[1] * 30, max_tokens=1)
+            assert refused.status_code == 429 and int(refused.headers["retry-after"]) >= 1
+            assert refused.json()["error"]["waiting_tokens"] == 80
+            waiting.result()
+        for thread in threads:
+            thread.join()
+        assert live.generate([1] * 150, max_tokens=1)  # more than the bound, but nobody waits
+
+
+@pytest.mark.parametrize("chunk", [7, 32])
+def test_reuse_changes_no_byte_and_is_reported(rand: Path, chunk: int) -> None:
+    """Cold, taken over whole (a chat's next turn), copied from a resident slot and from a running one."""
+    system = [10 + at % 200 for at in range(90)]
+    ask = {"max_tokens": 24, "temperature": 0.8, "seed": 5, "ignore_eos": True, "logprobs": 2}
+    with serve(model=str(rand), slots=4, prefill_chunk=chunk) as live:
+        cold = {at: live.generate([*system, at], cache_prefix=False, **ask) for at in (1, 2)}
+        assert cold[1]["usage"]["cached_tokens"] == 0
+        first = live.generate([*system, 1], **ask)
+        assert first["usage"]["cached_tokens"] == 0  # the cold ones left nothing behind
+        copied = live.generate([*system, 2], **ask)
+        assert copied["usage"]["cached_tokens"] == 90
+        for at, answer in ((1, first), (2, copied)):
+            assert answer["choices"] == cold[at]["choices"]
+        turn = [*system, 1, *first["choices"][0]["token_ids"], 7, 8, 9]
+        continued = live.generate(turn, **ask)
+        assert continued["usage"]["cached_tokens"] == 90 + 1 + 24 - 1
+        assert continued["choices"] == live.generate(turn, cache_prefix=False, **ask)["choices"]
+        with ThreadPoolExecutor(4) as pool:
+            prompts = [[*system[::-1], at] for at in range(4)]
+            together = list(pool.map(lambda prompt: live.generate(prompt, **ask), prompts))
+        for prompt, answer in zip(prompts, together, strict=True):
+            assert answer["choices"] == live.generate(prompt, cache_prefix=False, **ask)["choices"]
+        salted = live.generate([*system, 1], cache_salt="mine", **ask)
+        assert salted["usage"]["cached_tokens"] == 0 and salted["choices"] == cold[1]["choices"]
+        again = live.generate([*system, 1], cache_salt="mine", **ask)
+        assert again["usage"]["cached_tokens"] == 90 and again["choices"] == cold[1]["choices"]
+
+
+def test_siblings_share_their_prompt_and_come_in_waves_where_slots_are_few(rand: Path) -> None:
+    prompt, ask = list(range(100)), {"max_tokens": 20, "seed": 3, "ignore_eos": True}
+    with serve(model=str(rand), slots=3, prefill_chunk=16) as live:
+        rows = [0]
+        engine = live.service.engine
+        run = engine.runner.run
+
+        def count(step: Any) -> Any:
+            rows[0] += step.rows
+            return run(step)
+
+        engine.runner.run = count  # type: ignore[method-assign]
+        answer = live.generate(prompt, n=8, **ask)
+        assert len(answer["choices"]) == 8
+        assert rows[0] <= 100 + 8 * 20, "the prompt was computed more than once"
+        alone = live.generate(prompt, n=8, cache_prefix=False, **ask)
+        assert alone["choices"] == answer["choices"]
+        assert live.wait_idle()["pool"]["lent_bytes"] == 0

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shlex
 import subprocess
 import sys
@@ -74,3 +75,13 @@ def test_the_load_test_line_runs_as_written(toy: Live) -> None:
     words[words.index("--requests") + 1] = "8"
     report = json.loads(run([*words, "--quiet", "--json", "-"]))
     assert report["requests"]["completed"] == 8
+
+
+def test_the_tree_names_every_file_once() -> None:
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
+    named = re.findall(r"^    ([\w./-]+)  +\S", README.split("## The tree")[1], re.MULTILINE)
+    covered = {
+        file for file in tracked for name in named if file == name or (name.endswith("/") and file.startswith(name))
+    }
+    assert sorted(set(tracked) - covered) == []
+    assert [name for name in named if not (ROOT / name).exists()] == []

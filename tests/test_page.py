@@ -18,6 +18,8 @@ from live import CLIENT, Live, serve, stream_raw
 from server.api import page as page_room
 from server.api import pool as pool_room
 
+pytestmark = pytest.mark.slow  # a browser on a busy machine takes its time
+
 HERE = Path(page_room.__file__).parent
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]

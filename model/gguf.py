@@ -148,6 +148,8 @@ def hf_config(metadata: Mapping[str, Any], tensors: Collection[str]) -> dict[str
     arch = metadata.get("general.architecture")
     if arch not in ("llama", "qwen2", "qwen3", "gpt2"):
         raise GGUFError(f"key 'general.architecture' is {arch!r}; supported: 'llama', 'qwen2', 'qwen3', 'gpt2'")
+    if metadata.get("split.count", 1) > 1:
+        raise GGUFError(f"key 'split.count' is {metadata['split.count']}: one of several parts; join them to one file")
     keys = _ArchKeys(metadata, arch)
     shared = {
         "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())) or keys["vocab_size"],

@@ -53,6 +53,17 @@ def test_a_served_tape_continues_where_the_prompt_ends_also_at_the_edge_of_the_c
         assert server.post(prompt="x" * 60, max_tokens=5).status_code == 422
 
 
+def test_a_tape_plays_on_where_a_prefix_was_reused_and_where_slots_were_used_before(tmp_path: Path) -> None:
+    script = "".join(chr(ord("a") + at % 26) for at in range(256))
+    with serve(model=str(tape(tmp_path, script, context=256)), slots=2, prefill_chunk=16) as server:
+        cached = []
+        for length in (100, 100, 140, 70, 101, 139, 1, 33):
+            answer = server.generate("x" * length, max_tokens=20, temperature=0)
+            assert answer["choices"][0]["text"] == script[length - 1 : length + 19]
+            cached.append(answer["usage"]["cached_tokens"])
+        assert cached[0] == 0 and cached[1] == 99 and min(cached[2:6]) >= 69
+
+
 def test_a_gpt2_file_without_its_usual_prefix_and_with_mask_buffers_is_the_same_model(tmp_path: Path) -> None:
     directory = random_hf(tmp_path, config_of("gpt2"))
     twin = twin_of(directory)

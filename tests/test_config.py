@@ -159,3 +159,88 @@ def test_families_differ_in_values_only() -> None:
     assert (qwen3.norm, qwen3.qk_norm, qwen3.gated_mlp, qwen3.rope) == ("rms", True, True, Rope(10_000.0))
     assert (gpt2.norm, gpt2.qkv_bias, gpt2.gated_mlp, gpt2.rope) == ("layer", True, False, None)
     assert read("qwen2").qkv_bias and not read("qwen2").out_bias
+
+
+LLAMA = {
+    "model_type": "llama",
+    "architectures": ["LlamaForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+}
+LLAMA |= {"bos_token_id": 1, "eos_token_id": 2, "hidden_act": "silu", "initializer_range": 0.02, "pretraining_tp": 1}
+LLAMA |= {"rms_norm_eps": 1e-5, "rope_scaling": None, "torch_dtype": "bfloat16", "use_cache": True}
+QWEN = LLAMA | {"rms_norm_eps": 1e-6, "rope_theta": 1e6, "vocab_size": 151_936, "use_sliding_window": False}
+QWEN |= {"tie_word_embeddings": True, "transformers_version": "4.43.1"}
+LLAMA3 = {"factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3"}
+
+
+def shape(width: int, mlp: int, layers: int, heads: int, kv_heads: int, context: int) -> dict[str, int]:
+    return {
+        "hidden_size": width,
+        "intermediate_size": mlp,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context,
+    }
+
+
+# config.json of published models, and the number of parameters that they are known to have
+PUBLISHED: dict[str, tuple[dict[str, Any], int]] = {
+    "SmolLM2-135M": (
+        LLAMA
+        | shape(576, 1536, 30, 9, 3, 8192)
+        | {"vocab_size": 49_152, "rope_theta": 100_000, "tie_word_embeddings": True, "mlp_bias": False}
+        | {"is_llama_config": True, "rope_interleaved": False, "transformers.js_config": {"dtype": "q4"}},
+        134_515_008,
+    ),
+    "TinyLlama-1.1B": (
+        LLAMA | shape(2048, 5632, 22, 32, 4, 2048) | {"vocab_size": 32_000, "tie_word_embeddings": False},
+        1_100_048_384,
+    ),
+    "Llama-3.2-1B": (
+        LLAMA
+        | shape(2048, 8192, 16, 32, 8, 131_072)
+        | {"vocab_size": 128_256, "rope_theta": 500_000.0, "tie_word_embeddings": True, "head_dim": 64}
+        | {"rope_scaling": LLAMA3 | {"original_max_position_embeddings": 8192}, "eos_token_id": [128_001, 128_009]},
+        1_235_814_400,
+    ),
+    "Mistral-7B-v0.1": (
+        {key: LLAMA[key] for key in LLAMA if "attention" not in key and key != "rope_scaling"}
+        | shape(4096, 14_336, 32, 32, 8, 32_768)
+        | {"model_type": "mistral", "vocab_size": 32_000, "sliding_window": 4096, "tie_word_embeddings": False},
+        7_241_732_096,
+    ),
+    "Qwen2.5-0.5B": (
+        {key: QWEN[key] for key in QWEN if key != "attention_bias"}
+        | shape(896, 4864, 24, 14, 2, 32_768)
+        | {"model_type": "qwen2", "sliding_window": 32_768, "max_window_layers": 21},
+        494_032_768,
+    ),
+    "Qwen3-0.6B": (
+        QWEN
+        | shape(1024, 3072, 28, 16, 8, 40_960)
+        | {"model_type": "qwen3", "head_dim": 128, "sliding_window": None, "max_window_layers": 28},
+        596_049_920,
+    ),
+    "gpt2": (
+        {"model_type": "gpt2", "activation_function": "gelu_new", "attn_pdrop": 0.1, "embd_pdrop": 0.1, "n_ctx": 1024}
+        | {"n_embd": 768, "n_head": 12, "n_layer": 12, "n_positions": 1024, "resid_pdrop": 0.1, "vocab_size": 50_257}
+        | {
+            "layer_norm_epsilon": 1e-5,
+            "summary_type": "cls_index",
+            "summary_use_proj": True,
+            "task_specific_params": {},
+        },
+        124_439_808,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs_are_read_without_a_word_and_count_their_known_parameters(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    raw, parameters = PUBLISHED[name]
+    assert ModelConfig.from_hf(raw).num_parameters == parameters
+    assert caplog.text == ""

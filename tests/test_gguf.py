@@ -159,6 +159,7 @@ def test_no_damaged_header_does_anything_but_raise_one_named_error(tmp_path: Pat
     [
         ({"llama.block_count": None}, "key 'llama.block_count' is missing"),
         ({"llama.expert_count": 8}, "key 'llama.expert_count' is 8"),
+        ({"split.count": 3}, "key 'split.count' is 3: one of several parts"),
         ({"llama.rope.dimension_count": 8}, "key 'llama.rope.dimension_count' is 8; supported: 16"),
         ({"llama.rope.scaling.type": "longrope"}, "is 'longrope'; supported"),
         ({"llama.attention.head_count_kv": [2, 1]}, "'num_key_value_heads' is [2, 1]"),

@@ -108,6 +108,16 @@ def forward(decoder: Decoder, pool: KVPool, *spans: tuple[int, list[int], int]) 
     return decoder.forward(Batch(torch.tensor(tokens), torch.tensor(slots), torch.tensor(positions), rows), pool)
 
 
+def greedy(decoder: Decoder, pool: KVPool, prompt: list[int], count: int) -> list[int]:
+    """`count` greedy tokens after a prompt, in the last slot."""
+    slot, tokens = pool.slots - 1, list(prompt)
+    logits = forward(decoder, pool, (slot, tokens, 0))[-1]
+    for _ in range(count):
+        tokens.append(int(logits.argmax()))
+        logits = forward(decoder, pool, (slot, tokens[-1:], len(tokens) - 1))[-1]
+    return tokens[len(prompt) :]
+
+
 def close(actual: torch.Tensor, expected: torch.Tensor) -> None:
     torch.testing.assert_close(actual, expected, atol=1e-4, rtol=1e-4)
 
@@ -149,9 +159,4 @@ def test_thirty_two_greedy_tokens_are_the_references(twin: Twin) -> None:
         played = twin.reference.generate(
             torch.tensor([prompt]), max_new_tokens=32, do_sample=False, pad_token_id=0, use_cache=False
         )
-    pool, tokens = twin.pool(), list(prompt)
-    logits = forward(twin.decoder, pool, (2, tokens, 0))[-1]
-    for _ in range(32):
-        tokens.append(int(logits.argmax()))
-        logits = forward(twin.decoder, pool, (2, tokens[-1:], len(tokens) - 1))[-1]
-    assert tokens == played[0].tolist()
+    assert greedy(twin.decoder, twin.pool(), prompt, 32) == played[0, len(prompt) :].tolist()

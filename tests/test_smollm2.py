@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_parity import forward
+from test_parity import greedy
 
 from model.checkpoint import Checkpoint, load
 from model.config import ConfigError, locate
@@ -42,17 +42,6 @@ def smollm2() -> Checkpoint:
     return load("smollm2", "fp32", max_context=512)
 
 
-def continued(checkpoint: Checkpoint, ids: list[int], count: int) -> list[int]:
-    """The greedy continuation."""
-    decoder = checkpoint.decoder
-    pool, tokens = KVPool(KVLayout.of(decoder.config, 512), slots=1), list(ids)
-    logits = forward(decoder, pool, (0, tokens, 0))[-1]
-    for _ in range(count):
-        tokens.append(int(logits.argmax()))
-        logits = forward(decoder, pool, (0, tokens[-1:], len(tokens) - 1))[-1]
-    return tokens[len(ids) :]
-
-
 def test_ids_are_the_published_ones(smollm2: Checkpoint) -> None:
     tokenizer = smollm2.tokenizer
     assert tokenizer.encode("Hello, we can use") == [19556, 28, 392, 416, 722]
@@ -77,7 +66,8 @@ def test_greedy_text_equals_transformers_on_the_same_file(smollm2: Checkpoint) -
         assert smollm2.tokenizer.encode(prompt) == ids
         with torch.inference_mode():
             played = reference.generate(torch.tensor([ids]), max_new_tokens=64, do_sample=False, pad_token_id=2)
-        assert continued(smollm2, ids, 64) == played[0, len(ids) :].tolist(), prompt
+        pool = KVPool(KVLayout.of(smollm2.config, 512), slots=1)
+        assert greedy(smollm2.decoder, pool, ids, 64) == played[0, len(ids) :].tolist(), prompt
 
 
 @pytest.mark.slow

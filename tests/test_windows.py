@@ -10,8 +10,9 @@ from checkpoints import config_of, random_hf
 from hypothesis import given
 from hypothesis import strategies as st
 from live import serve
-from test_parity import TOKENS, close, forward, twin_of
+from test_parity import TOKENS, close, forward, greedy, twin_of
 
+from model.checkpoint import load
 from model.kv_memory import PAGE_BYTES, KVLayout
 from model.kv_pool import KVPool
 
@@ -131,3 +132,21 @@ def test_a_served_model_with_windows_takes_no_more_than_its_ledger_says(tmp_path
         played = twin.reference.generate(prompt, max_new_tokens=150, do_sample=False, pad_token_id=0, use_cache=False)
     tokens = [token for frame in frames if frame["type"] == "token" for token in frame["token_ids"]]
     assert tokens == played[0, 60:].tolist()
+
+
+def test_a_prefix_is_reused_only_while_its_rows_are_there_and_changes_no_token(tmp_path: Path) -> None:
+    """Rows of 512 floats, two a page, window 40: a slot that went on for long has lost what a prefix's end looks at."""
+    config = config_of("mistral", head_dim=512, num_attention_heads=2, num_key_value_heads=1, sliding_window=40)
+    directory = random_hf(tmp_path, config)
+    decoder = load(str(directory), "fp32").decoder
+    with serve(model=str(directory), slots=4, weights="fp32", prefill_chunk=8) as server:
+        first, fresh = TOKENS[:60], {"temperature": 0, "ignore_eos": True, "max_tokens": 20}
+        answer = server.generate(first, **fresh)
+        turn = first + answer["choices"][0]["token_ids"]
+        for prompt in (turn + TOKENS[150:160], first[:50] + TOKENS[170:180], turn + TOKENS[100:120]):
+            reused = server.generate(prompt, **fresh)
+            alone = greedy(decoder, KVPool(KVLayout.of(decoder.config, 256), slots=1), prompt, 20)
+            assert reused["choices"][0]["token_ids"] == alone
+        assert reused["usage"]["cached_tokens"] >= len(turn) - 1
+        pool = server.wait_idle()["pool"]
+        assert pool["resident_bytes"] <= pool["committed_bytes"]

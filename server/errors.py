@@ -2,19 +2,19 @@
 
 ApiError
 ├── BadRequest        400  the body is not what it should be
-├── Unauthorized      401  an API key is asked for, and none or a wrong one came
 │   └── BadGrammar    400  a schema, regex or grammar that cannot be compiled or followed
+├── Unauthorized      401  an API key is asked for, and none or a wrong one came
 ├── Unprocessable     422  a field is wrong or unknown
 ├── NeverFits         422  could not be served even by an empty pool; carries the numbers
-├── NotFound          404
+├── NotFound          404  there is nothing at this path
 │   └── ModelNotFound 404  the model asked for is not the one served
-├── MethodNotAllowed  405
-├── BodyTimeout       408  the body did not come
-├── BodyTooLarge      413
-├── QueueFull         429  with Retry-After
-├── Unavailable       503  draining, or the engine is dead; with Retry-After
+├── MethodNotAllowed  405  the path is there, but not with this method
+├── BodyTimeout       408  the body was not complete in time
+├── BodyTooLarge      413  the body has more than --max-body bytes
+├── QueueFull         429  as many wait as may; with Retry-After by the ledger
+├── Unavailable       503  draining, or the engine is dead or stuck; with Retry-After
 ├── SlowReader        in the stream: the client did not read for too long
-└── EngineFailure     500  or in the stream: the server's own fault
+└── EngineFailure     500  the server's own fault; in the stream once that has begun
 
 Under /v1 a wrong field is 400 and not 422, as OpenAI's clients expect, and a prompt that does not fit has their code.
 """

@@ -62,7 +62,12 @@ class ModelSettings(BaseSettings):
     """What decides memory: the model, how it is stored, and the pool."""
 
     model_config = SettingsConfigDict(
-        env_prefix="TOKENTELLER_", frozen=True, extra="forbid", cli_kebab_case=True, protected_namespaces=()
+        env_prefix="TOKENTELLER_",
+        env_ignore_empty=True,  # compose files set what is unset to nothing
+        frozen=True,
+        extra="forbid",
+        cli_kebab_case=True,
+        protected_namespaces=(),
     )
 
     model: str = Field(

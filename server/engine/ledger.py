@@ -215,7 +215,7 @@ class KVLedger:
     def start(self, prompt: int, rows_max: int, booked: Plan | None) -> Plan | None:
         """A plan that begins now, booked in place of `booked`; None when it does not fit."""
         now = self.timetable.now
-        if self.timetable.full(self._bytes[prompt], booked):
+        if not self.free_slots or self.timetable.full(self._bytes[prompt], booked):
             return None
         if booked:
             self.timetable.remove(booked)

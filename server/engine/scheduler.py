@@ -113,6 +113,8 @@ class Scheduler:
         """Lets in who may come in, and chooses what the next step computes."""
         self._planned_at = now
         self._expire(now)
+        if self.held:
+            self._extend_holds()
         self._admit()
         spans = self._choose()
         while not spans and self._idle_until_due():
@@ -230,6 +232,13 @@ class Scheduler:
             self._events.append(Finished(sequence.request.id, sequence.index, "deadline"))
             self.counts.expired += 1
             self._drop(sequence)
+
+    def _extend_holds(self) -> None:
+        """Plans those anew whose readers are slow for longer than was thought."""
+        for sequence in self.running:
+            assert sequence.slot is not None
+            if sequence.held and self.ledger.accounts[sequence.slot].plan.end <= self.ledger.timetable.now:
+                self._replan(sequence, force=True)
 
     def _admit(self) -> None:
         """Starts whose time has come, and before their time those that delay nobody, in the order of the queue.

@@ -283,7 +283,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--pool-rows", type=int, default=16384)
     parser.add_argument("--max-context", type=int, default=2600)
     parser.add_argument("--chunk", type=int, default=192, help="rows of prompts a step")
-    parser.add_argument("--bypass-limit", type=int, default=16)
+    parser.add_argument("--bypass-limit", type=int, default=4)
     parser.add_argument("--step-ms", type=float, default=1000.0)
     parser.add_argument("--row-us", type=float, default=0.0)
     return parser.parse_args(argv)

@@ -97,7 +97,7 @@ class ServeSettings(ModelSettings):
     admission: Literal["peak", "reserve"] = Field(
         "peak", description="lend by the peak of what all can come to need at any step, or reserve everyone's maximum"
     )
-    bypass_limit: int = Field(16, ge=0, description="times that a waiting request may be passed by one behind it")
+    bypass_limit: int = Field(4, ge=0, description="times that a waiting request may be passed by one behind it")
     queue_limit: int = Field(256, ge=1, description="requests that may wait; one more gets 429")
     queue_tokens: int = Field(2**20, ge=1, description="prompt tokens that may wait; a request beyond gets 429")
     max_body: Bytes = Field(2**20, description="largest request body in bytes; more gets 413")

@@ -62,7 +62,7 @@ class Scheduler:
         prefill_chunk: int,
         *,
         token_gap_s: float | None = None,
-        bypass_limit: int = 16,
+        bypass_limit: int = 4,
         hold_limit_s: float = 30.0,
         decisions: Decisions | None = None,
     ) -> None:

@@ -11,6 +11,7 @@ ApiError
 ├── MethodNotAllowed  405  the path is there, but not with this method
 ├── BodyTimeout       408  the body was not complete in time
 ├── BodyTooLarge      413  the body has more than --max-body bytes
+├── UnsupportedMediaType 415  the body is compressed
 ├── QueueFull         429  as many wait as may; with Retry-After by the ledger
 ├── Unavailable       503  draining, or the engine is dead or stuck; with Retry-After
 ├── SlowReader        in the stream: the client did not read for too long
@@ -48,6 +49,15 @@ class ApiError(Exception):
     def headers(self) -> dict[str, str]:
         seconds = self.numbers.get("retry_after_s")
         return {} if seconds is None else {"Retry-After": str(seconds)}
+
+
+def error_schema() -> dict[str, Any]:
+    """The error form as a JSON schema."""
+    text = {"type": "string"}
+    maybe = {"type": ["string", "null"]}
+    fields = {"message": text, "type": text, "param": maybe, "code": text, "retry_after_s": {"type": "number"}}
+    inner = {"type": "object", "required": ["message", "type", "param", "code"], "properties": fields}
+    return {"type": "object", "required": ["error"], "properties": {"error": inner}}
 
 
 class BadRequest(ApiError):
@@ -98,6 +108,10 @@ class BodyTooLarge(ApiError):
 
     def headers(self) -> dict[str, str]:
         return {"Connection": "close"}  # the rest of the body is not wanted
+
+
+class UnsupportedMediaType(ApiError):
+    status, type, code = 415, "invalid_request_error", "unsupported_media_type"
 
 
 class QueueFull(ApiError):

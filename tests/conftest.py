@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 
 # Small matrices on busy cores: waiting for a second thread costs more than it brings. Read when torch is imported.
@@ -24,6 +25,23 @@ settings.load_profile("no deadline")
 def rand(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A random Llama checkpoint directory, 4 query heads on 2 kv heads."""
     return random_llama(tmp_path_factory.mktemp("rand"))
+
+
+CHATML = (
+    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
+    "{{ raise_exception('the system message must come first') }}{% endif %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+@pytest.fixture(scope="session")
+def chatty(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A random Llama checkpoint directory, named chatty, with a ChatML template."""
+    directory = random_llama(tmp_path_factory.mktemp("models") / "chatty", seed=1)
+    names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": CHATML}
+    (directory / "tokenizer_config.json").write_text(json.dumps(names))
+    return directory
 
 
 @pytest.fixture(scope="module")

@@ -3,36 +3,27 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from checkpoints import EOS, random_llama
+from checkpoints import EOS
 from live import Live, serve
 
 from model.sampler import LogitsError, Sampled
 
-CHATML = (
-    "{% for message in messages %}{% if message.role == 'system' and not loop.first %}"
-    "{{ raise_exception('the system message must come first') }}{% endif %}"
-    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
-)
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
 @pytest.fixture(scope="module")
-def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    directory = random_llama(tmp_path_factory.mktemp("models") / "chatty", seed=1)
-    names = {"bos_token": "<|bos|>", "eos_token": "<|eos|>", "chat_template": CHATML}
-    (directory / "tokenizer_config.json").write_text(json.dumps(names))
-    with serve(model=str(directory), slots=8, weights="fp32") as server:
+def live(chatty: Path) -> Iterator[Live]:
+    with serve(model=str(chatty), slots=8, weights="fp32") as server:
         yield server
 
 

@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
+from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
@@ -29,10 +30,17 @@ from server.engine.ledger import KVLedger
 from server.engine.runner import Runner, use_threads
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Event
-from server.errors import ApiError, MethodNotAllowed, NotFound
+from server.errors import ApiError, MethodNotAllowed, NotFound, error_schema
 from server.metrics import Metrics
 from server.planning import make_plan
 from server.settings import ServeSettings
+
+REFUSALS: dict[int | str, dict[str, Any]] = {
+    "default": {
+        "description": "A refusal or a failure, with its reason and numbers",
+        "content": {"application/json": {"schema": error_schema()}},
+    }
+}
 
 
 def create_app(settings: ServeSettings) -> FastAPI:
@@ -105,7 +113,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
                 task.cancel()
             await asyncio.to_thread(engine.stop)
 
-    app = FastAPI(title="tokenteller", lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(title="tokenteller", lifespan=lifespan, docs_url=None, redoc_url=None, responses=REFUSALS)
     app.add_middleware(Door, metrics=metrics, keys=[key.get_secret_value() for key in settings.api_key])
     if settings.cors_origin:  # around the door: a browser's preflight carries no key
         app.add_middleware(

@@ -7,6 +7,8 @@ import json
 import math
 import re
 import secrets
+from collections.abc import AsyncIterator
+from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
@@ -14,7 +16,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from model.sampler import SamplingParams
 from server.api.stream import Terms
-from server.errors import BadRequest, BodyTimeout, BodyTooLarge, Unprocessable
+from server.errors import BadRequest, BodyTimeout, BodyTooLarge, Unprocessable, UnsupportedMediaType
 
 Model = TypeVar("Model", bound="Body")
 BODY_S = 30  # a client that sends slower than this is not waited for
@@ -99,26 +101,54 @@ class SamplingBody(Body):
 
 
 async def read(request: Request, model: type[Model], limit: int) -> Model:
-    """The body as `model`. Raises BodyTooLarge (413), BadRequest (400) or Unprocessable (422)."""
-    return validate(parse(await _bytes(request, limit)), model)
+    """The body as `model`. Raises ApiError: 400 for what is no JSON, 408, 413, 415, or 422 for a wrong field."""
+    encoding = request.headers.get("content-encoding", "identity").lower()
+    if encoding != "identity":
+        raise UnsupportedMediaType(f"the content encoding {_shown(encoding)} is not supported; send plain JSON")
+    body = await _bytes(request, limit)
+    if len(body) > _LONG:  # it would stall the other streams
+        return await asyncio.to_thread(lambda: validate(parse(body), model))
+    return validate(parse(body), model)
+
+
+_LONG = 32_768
 
 
 async def _bytes(request: Request, limit: int) -> bytes:
+    stream, body = request.stream(), bytearray()
     announced = request.headers.get("content-length", "")
     if announced.isdigit() and int(announced) > limit:
+        if "expect" not in request.headers:  # else it has sent nothing yet
+            await _discard(stream)
         raise _too_large(limit, int(announced))
-    body = bytearray()
     try:
         async with asyncio.timeout(BODY_S):
-            async for chunk in request.stream():
+            async for chunk in stream:
                 body += chunk
                 if len(body) > limit:
-                    raise _too_large(limit, len(body))
+                    break
     except TimeoutError:
         raise BodyTimeout(f"the body was not complete after {BODY_S} s: {len(body)} bytes came") from None
     except ClientDisconnect:
         raise BadRequest("the client left before its body was complete") from None
+    if len(body) > limit:
+        await _discard(stream)
+        raise _too_large(limit, len(body))
     return bytes(body)
+
+
+async def _discard(stream: AsyncIterator[bytes]) -> None:
+    """Reads on for a while and throws it away: a client that still sends when the connection is closed would see a
+    broken pipe instead of its answer."""
+    now = asyncio.get_running_loop().time
+    end, left = now() + 2.0, 64 * 2**20
+    with suppress(TimeoutError, ClientDisconnect):
+        async with asyncio.timeout(0.25) as pause:
+            async for chunk in stream:
+                left -= len(chunk)
+                if left < 0:
+                    return
+                pause.reschedule(min(end, now() + 0.25))
 
 
 def _too_large(limit: int, got: int) -> BodyTooLarge:
@@ -158,8 +188,8 @@ def _deeper_than(levels: int, value: Any) -> bool:
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) != len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
+        seen: set[str] = set()
+        twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
         raise BadRequest(f"the key {_shown(twice)} stands twice in one object")
     return value
 
@@ -235,10 +265,14 @@ _SAID = {
 }
 
 
-def document(model: type[Body]) -> dict[str, Any]:
+def document(model: type[Body], *, streams: bool = False) -> dict[str, Any]:
     """The body in the OpenAPI document; routes read it themselves, so FastAPI cannot know it."""
     schema = _inlined(model.model_json_schema())
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    extra: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
+    if streams:
+        event = {"type": "object", "properties": {"data": {"type": "string"}}}
+        extra["responses"] = {"200": {"content": {"text/event-stream": {"schema": event}}}}
+    return extra
 
 
 def _inlined(schema: dict[str, Any]) -> Any:

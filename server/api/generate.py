@@ -76,7 +76,7 @@ class GenerateBody(SamplingBody):
         )
 
 
-@router.post("/generate", openapi_extra=document(GenerateBody))
+@router.post("/generate", openapi_extra=document(GenerateBody, streams=True))
 async def generate(request: Request) -> Response:
     """Streams what the model says to a prompt, or answers with one JSON object when `stream` is false."""
     service = service_of(request)

@@ -524,7 +524,7 @@ def _check_model(service: Service, name: str | None) -> None:
         raise ModelNotFound(told, param="model")
 
 
-@router.post("/v1/completions", openapi_extra=document(CompletionBody))
+@router.post("/v1/completions", openapi_extra=document(CompletionBody, streams=True))
 async def completions(request: Request) -> Response:
     """Continues a prompt, as OpenAI's API does it."""
     service = service_of(request)
@@ -542,7 +542,7 @@ async def completions(request: Request) -> Response:
     return await _answer(request, answer, wanted)
 
 
-@router.post("/v1/chat/completions", openapi_extra=document(ChatBody))
+@router.post("/v1/chat/completions", openapi_extra=document(ChatBody, streams=True))
 async def chat_completions(request: Request) -> Response:
     """Answers a conversation, as OpenAI's API does it."""
     service = service_of(request)

@@ -1,20 +1,25 @@
-"""The HTTP/1.1 protocol of one connection: uvicorn's on httptools, which itself bounds neither a head nor its time."""
+"""The HTTP protocol of one connection: uvicorn's on httptools, which itself bounds neither a head nor its time, sends
+chunks to HTTP/1.0 clients, and loses the body of a request that offers an upgrade."""
 
 from __future__ import annotations
 
 import asyncio
+import re
+import sys
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 HEAD_BYTES = 32 * 1024  # request line and headers together
 HEAD_S = 20.0  # from its first byte, or from connecting, to the blank line
 
+_UPGRADE = re.compile(rb"(?i)\r\nupgrade:[^\r\n]*")
 _BODY = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":"bad_head"}}'
 
 
 class Protocol(HttpToolsProtocol):
-    """Refuses a head that is too long (431) or takes too long (408) and closes the connection."""
+    """Refuses a head that is too long (431) or takes too long (408) and closes the connection; offers of an upgrade, as
+    Java's and curl's clients make them, are not taken up; an HTTP/1.0 client gets plain bytes."""
 
     _head = 0  # bytes of the head so far
     _head_timer: asyncio.TimerHandle | None = None
@@ -29,6 +34,9 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         before = self._head_timer
+        if before is not None or self.cycle is None or self.cycle.response_complete:
+            head, blank, rest = data.partition(b"\r\n\r\n")
+            data = _UPGRADE.sub(b"", head) + blank + rest
         super().data_received(data)
         if self._head_timer is not None and self._head_timer is before:  # all of it belongs to an unfinished head
             self._head += len(data)
@@ -46,6 +54,8 @@ class Protocol(HttpToolsProtocol):
             self._refuse(b"431 Request Header Fields Too Large", b"the head has more than %d bytes" % HEAD_BYTES)
             raise ValueError("head too long")  # ends the parsing
         super().on_headers_complete()
+        if self.scope["http_version"] == "1.0":
+            _without_chunks(self.cycle)
 
     def send_400_response(self, msg: str) -> None:
         self._refuse(b"400 Bad Request", b"this is no HTTP request")
@@ -67,8 +77,23 @@ class Protocol(HttpToolsProtocol):
 
     def _refuse(self, status: bytes, message: bytes) -> None:
         self._head_came()
-        if not self.transport.is_closing() and (self.cycle is None or self.cycle.response_complete):
+        cycle = self.cycle
+        if not self.transport.is_closing() and (cycle is None or cycle.response_complete or not cycle.response_started):
             body = _BODY % message
             head = b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
             self.transport.write(head % (status, len(body)) + body)
         self.transport.close()
+
+
+def _without_chunks(cycle: RequestResponseCycle) -> None:
+    """Has the response end where the connection does; HTTP/1.0 knows no chunks."""
+    send = cycle.send
+    cycle.chunked_encoding = False
+
+    async def plain(message: Any) -> None:
+        if message["type"] == "http.response.body":  # as long as it will be
+            more = message.get("more_body", False)
+            cycle.expected_content_length = sys.maxsize if more else len(message.get("body", b""))
+        await send(message)
+
+    cycle.send = plain  # type: ignore[method-assign]

@@ -1,0 +1,357 @@
+"""Validation is total: whatever comes in a body or on a socket gets a right answer or a 4xx in the error form."""
+
+from __future__ import annotations
+
+import json
+import random
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from live import Live, parse_sse, serve
+from schemathesis.specs.openapi.checks import positive_data_acceptance
+
+from server.api.body import Body
+from server.api.generate import GenerateBody
+from server.api.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+
+BODIES: dict[str, type[Body]] = {
+    "/generate": GenerateBody,
+    "/v1/completions": CompletionBody,
+    "/v1/chat/completions": ChatBody,
+    "/tokenize": TokenizeBody,
+    "/detokenize": DetokenizeBody,
+}
+PATHS = list(BODIES)
+BASE: dict[str, dict[str, Any]] = {
+    "/generate": {"prompt": "x", "max_tokens": 2, "stream": False},
+    "/v1/completions": {"prompt": "x", "max_tokens": 2},
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": "x"}], "max_tokens": 2},
+    "/tokenize": {"prompt": "x"},
+    "/detokenize": {"tokens": [65]},
+}
+FIELDS = [name for path in BASE for name in BODIES[path].model_fields]
+FIELDS += ["best_of", "suffix", "tools", "user", "guided_json", "no_such_field", ""]
+
+
+@pytest.fixture(scope="module")
+def live(chatty: Path) -> Iterator[Live]:
+    with serve(model=str(chatty), slots=8) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(live: Live) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=live.url, timeout=60) as client:
+        yield client
+
+
+edges: list[float] = [0, -1, 1, 2, -0.0, 0.5, 1e-300, 1e300, 1e999, float("nan"), 2**31, 2**53, 2**63, 2**64, 10**39]
+edges += [10**400, -(2**63)]
+keys = st.one_of(st.text(max_size=6), st.sampled_from(["type", "role", "content", "7"]))
+scalars = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from(edges),
+    st.integers(),
+    st.floats(),
+    st.text(st.characters(codec=None), max_size=12),  # lone surrogates too
+    st.sampled_from(["", "x" * 300, "\u2028", "\x00", "nan", "10", "<|eos|>", "🙂"]),
+)
+values = st.recursive(
+    scalars,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=4),
+        st.dictionaries(keys, inner, max_size=4),
+        inner.map(lambda one: [{"role": "user", "content": one}]),
+        inner.map(lambda one: {"type": "json_schema", "json_schema": {"schema": one}}),
+        inner.map(lambda one: {"type": one, "properties": {"a": one}, "items": one, "pattern": one}),
+    ),
+    max_leaves=6,
+)
+changes = st.dictionaries(st.sampled_from(FIELDS), values, min_size=1, max_size=3)
+
+
+def check(client: httpx.Client, path: str, body: bytes) -> None:
+    """One body: a good answer in the endpoint's form, or a refusal in the error form."""
+    response = client.post(path, content=body, headers={"Content-Type": "application/json"})
+    if response.status_code == 200:
+        if response.headers["content-type"].startswith("text/event-stream"):
+            parse_sse(response.text)
+        else:
+            response.json()
+        return
+    assert 400 <= response.status_code < 500, (response.status_code, path, body, response.text)
+    assert response.status_code != 422 or not path.startswith("/v1/")
+    error = response.json()["error"]
+    assert {"message", "type", "param", "code"} <= error.keys() and error["message"]
+    assert len(response.content) < 4_000, "what the client sent is not sent back at length"
+    assert "Traceback" not in response.text
+
+
+def fuzz(live: Live, client: httpx.Client, count: int, seed: int) -> None:
+    @settings(max_examples=count, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+    @given(st.sampled_from(PATHS), changes)
+    def any_value_in_any_field(path: str, change: dict[str, Any]) -> None:
+        check(client, path, json.dumps(BASE[path] | change).encode())
+
+    before = live.text("healthy", max_tokens=8, temperature=0)
+    any_value_in_any_field()
+    assert live.text("healthy", max_tokens=8, temperature=0) == before
+    live.wait_idle()
+    assert len(live.service.streams) == 0
+
+
+SPLINTERS = [b"\x00", b"\xff", b"{", b"[[", b"\\u", b"1e9", b"-", b",", b'"', b"\xed\xa0\x80"]
+
+
+def fuzz_bytes(live: Live, client: httpx.Client, count: int, seed: int) -> None:
+    rng = random.Random(seed)
+    before = live.text("healthy", max_tokens=8, temperature=0)
+    for _ in range(count):
+        path = rng.choice(PATHS)
+        body = bytearray(json.dumps(BASE[path] | {"stop": ["a", "é"], "seed": 1}, ensure_ascii=False).encode())
+        for _ in range(rng.randint(1, 4)):
+            at = rng.randrange(len(body))
+            match rng.randrange(4):
+                case 0:
+                    body[at] = rng.randrange(256)
+                case 1:
+                    del body[at : at + rng.randint(1, 9)]
+                case 2:
+                    body[at:at] = rng.choice(SPLINTERS)
+                case _:
+                    body[at:at] = body[: rng.randrange(40)]
+            body = body or bytearray(b"{")
+        check(client, path, bytes(body))
+    assert live.text("healthy", max_tokens=8, temperature=0) == before
+
+
+def test_any_value_in_any_field_is_answered_or_refused(live: Live, client: httpx.Client) -> None:
+    fuzz(live, client, 400, seed=1)
+
+
+def test_any_bytes_are_answered_or_refused(live: Live, client: httpx.Client) -> None:
+    fuzz_bytes(live, client, 300, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_fifty_thousand_bodies_are_answered_or_refused(live: Live, client: httpx.Client) -> None:
+    fuzz(live, client, 40_000, seed=2)
+    fuzz_bytes(live, client, 10_000, seed=2)
+
+
+@pytest.mark.parametrize(
+    ("body", "status"),
+    [
+        (b"", 400),
+        (b"null", 422),
+        (b"5", 422),
+        (b'"x"', 422),
+        (b"[]", 422),
+        (b"{}", 422),
+        (b'{"prompt": "x"}garbage', 400),
+        (b'\xef\xbb\xbf{"prompt": "x"}', 400),
+        (b'{"prompt": "x", "a": ' + b"[" * 200 + b"]" * 200 + b"}", 400),
+        (b"[" * 100_000 + b"]" * 100_000, 400),
+        (b'{"a":' * 100_000 + b"1" + b"}" * 100_000, 400),
+        (b'{"prompt": "x", "seed": 1' + b"0" * 400 + b"}", 400),
+        (b'{"prompt": "x", "temperature": 1' + b"0" * 400 + b".5}", 400),
+        (b'{"prompt": "x", "temperature": Infinity}', 400),
+        (b'{"prompt": "x", "temperature": -1e999}', 400),
+        (b'{"prompt": "x", "logit_bias": {"7": NaN}}', 400),
+        (b'{"prompt": "x", "logit_bias": {"7": 1, "7": 2}}', 400),
+        (b'{"prompt": "x", "stop": ["\\udfff"]}', 400),
+        (b'{"prompt": "x", "\\ud800": 1}', 400),
+        (b'{"prompt": "\\ud83d\\ude42", "max_tokens": 1}', 200),
+        (b'{"prompt": "a\\u0000b", "max_tokens": 1}', 200),
+        (b'{"prompt": "x", "max_tokens": 1.0}', 422),
+        (b'{"prompt": "x", "max_tokens": 1e0}', 422),
+        (b'{"prompt": "x", "stop": 5}', 422),
+        (b"{" + b",".join(b'"k%d": 1' % number for number in range(60_000)) + b"}", 422),
+        (b"{" + b",".join(b'"k%d": 1' % number for number in range(60_000)) + b', "k1": 1}', 400),
+    ],
+)
+def test_a_body_is_strict_json_of_bounded_depth(client: httpx.Client, body: bytes, status: int) -> None:
+    began = time.monotonic()
+    response = client.post("/generate", content=body)
+    assert response.status_code == status, response.text[:300]
+    if status != 200:
+        assert response.json()["error"]["message"]
+    assert time.monotonic() - began < 20, "no body takes for ever"
+
+
+def test_the_content_type_is_not_asked_for_and_compression_is_refused(client: httpx.Client) -> None:
+    body = b'{"prompt": "x", "max_tokens": 1, "stream": false}'
+    for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1", ""):
+        assert client.post("/generate", content=body, headers={"Content-Type": kind}).status_code == 200
+    refused = client.post("/generate", content=body, headers={"Content-Encoding": "gzip"})
+    assert refused.status_code == 415 and refused.json()["error"]["code"] == "unsupported_media_type"
+
+
+def test_an_error_never_reflects_much_of_what_was_sent(client: httpx.Client) -> None:
+    long = "A" * 200_000
+    for body in (
+        {"prompt": "x", long: 1},
+        {"prompt": "x", "logit_bias": {long: 1}},
+        {"prompt": "x", "regex": "(" + long},
+    ):
+        response = client.post("/generate", json=body)
+        assert 400 <= response.status_code < 500 and len(response.content) < 1_000
+    for path in ("/v1/models/" + "A" * 9_000, "/" + "A" * 9_000):
+        response = client.get(path)
+        assert response.status_code == 404 and len(response.content) < 1_000
+
+
+# Sockets
+
+
+def raw(live: Live, data: bytes, timeout: float = 20.0) -> bytes:
+    """What comes back until the server closes the connection."""
+    host, port = live.url.removeprefix("http://").split(":")
+    got = b""
+    with socket.create_connection((host, int(port)), timeout=timeout) as connection:
+        connection.sendall(data)
+        while chunk := connection.recv(65536):
+            got += chunk
+    return got
+
+
+def posted(body: bytes, version: bytes = b"1.1", headers: bytes = b"", path: bytes = b"/generate") -> bytes:
+    head = b"POST %s HTTP/%s\r\nHost: x\r\nContent-Length: %d\r\n%s\r\n" % (path, version, len(body), headers)
+    return head + body
+
+
+STREAMED = b'{"prompt": "x", "max_tokens": 5, "temperature": 0, "ignore_eos": true}'
+WHOLE = STREAMED[:-1] + b', "stream": false}'
+
+
+@pytest.mark.parametrize("headers", [b"", b"Connection: keep-alive\r\n"])
+def test_an_http_1_0_client_gets_plain_bytes_until_the_connection_closes(live: Live, headers: bytes) -> None:
+    head, _, body = raw(live, posted(STREAMED, b"1.0", headers)).partition(b"\r\n\r\n")
+    assert b"chunked" not in head.lower() and b"connection: close" in head.lower()
+    frames = parse_sse(body.decode())
+    assert frames[-1]["finish_reason"] == "length"
+    head, _, body = raw(live, posted(WHOLE, b"1.0", headers)).partition(b"\r\n\r\n")
+    assert b"connection: close" in head.lower() and b"content-length: %d" % len(body) in head.lower()
+    assert json.loads(body)["choices"][0]["text"] == "".join(f["text"] for f in frames if f["type"] == "token")
+    for path in (b"/health", b"/nowhere"):
+        head, _, body = raw(live, b"GET %s HTTP/1.0\r\n\r\n" % path).partition(b"\r\n\r\n")
+        assert json.loads(body)
+    assert raw(live, b"HEAD /health HTTP/1.0\r\n\r\n").endswith(b"\r\n\r\n")
+
+
+def test_an_offer_of_an_upgrade_is_not_taken_up_and_loses_no_body(live: Live) -> None:
+    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+    host, port = live.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=20) as connection:
+        for _ in range(2):  # also on a connection that is kept
+            connection.sendall(posted(WHOLE, headers=offer))
+            answer = b""
+            while not answer.endswith(b"}}"):
+                answer += connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200 OK") and b'"finish_reason":"length"' in answer
+    websocket = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
+    assert raw(live, websocket).startswith(b"HTTP/1.1 200 OK")
+
+
+@pytest.mark.parametrize(
+    ("request_line", "status"),
+    [
+        (b"OPTIONS /generate", 405),
+        (b"GET /generate", 405),
+        (b"PUT /v1/completions", 405),
+        (b"DELETE /v1/models/x", 405),
+        (b"TRACE /health", 405),
+        (b"GET /%00", 404),
+        (b"GET /%ff%fe", 404),
+        (b"GET //", 404),
+        (b"GET /v1/models/%ff", 404),
+        (b"GET /requests/%0d%0aSet-Cookie:%20a=b", 404),
+        (b"POST /nowhere", 404),
+        (b"BREW /health", 400),
+        (b"GET health", 400),
+        ("GET /é".encode(), 400),
+    ],
+)
+def test_odd_requests_are_refused_in_the_error_form(live: Live, request_line: bytes, status: int) -> None:
+    head, _, body = raw(live, request_line + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").partition(
+        b"\r\n\r\n"
+    )
+    assert head.startswith(b"HTTP/1.1 %d " % status)
+    assert json.loads(body)["error"]["message"]
+    if status == 405:
+        assert b"\r\nallow: " in head.lower()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n", b"Content-Length: -1\r\n", b"Content-Length: 1\r\n" * 2],
+)
+def test_a_body_of_doubtful_length_is_refused(live: Live, headers: bytes) -> None:
+    answer = raw(live, b"POST /generate HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n0\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ")
+
+
+def test_a_broken_chunk_is_told(live: Live) -> None:
+    answer = raw(live, b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400 ") and json.loads(answer.partition(b"\r\n\r\n")[2])
+
+
+def test_a_huge_body_is_refused_while_health_stays_quick(live: Live) -> None:
+    ended, waits = threading.Event(), []
+
+    def probe() -> None:
+        with httpx.Client() as prober:
+            while not ended.wait(0.05):
+                began = time.monotonic()
+                assert prober.get(live.url + "/health").status_code == 200
+                waits.append(time.monotonic() - began)
+
+    prober = threading.Thread(target=probe)
+    prober.start()
+    part = b"x" * 65_536
+    for headers in ({"Content-Length": str(64 * 2**20)}, {}):  # told, and in chunks
+        body = (part for _ in range(1024))
+        response = httpx.post(live.url + "/generate", content=body, headers=headers, timeout=60)
+        assert response.status_code == 413 and response.json()["error"]["max_body_bytes"] == 2**20
+        assert response.headers["connection"] == "close"
+    ended.set()
+    prober.join()
+    assert sorted(waits)[len(waits) // 2] < 0.5
+    expecting = b"POST /generate HTTP/1.1\r\nHost: x\r\nExpect: 100-continue\r\nContent-Length: 99999999\r\n\r\n"
+    assert raw(live, expecting).startswith(b"HTTP/1.1 413 ")
+    lying = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999999\r\n\r\n{"
+    assert raw(live, lying).startswith(b"HTTP/1.1 413 ")
+
+
+# The OpenAPI document
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_the_server_keeps_to_its_openapi_document(live: Live) -> None:
+    schema = schemathesis.openapi.from_url(live.url + "/openapi.json")
+    run = 0
+    for operation in schema.get_all_operations():
+        case_strategy = operation.ok().as_strategy()
+
+        @settings(max_examples=100, deadline=None, database=None, suppress_health_check=list(HealthCheck))
+        @given(case_strategy)
+        def keeps_to_it(case: Any) -> None:
+            case.call_and_validate(timeout=60, excluded_checks=[positive_data_acceptance])  # no schema says it all
+
+        keeps_to_it()
+        run += 1
+    assert run > 8
+    with serve(model=live.service.settings.model, slots=1) as fresh:
+        assert fresh.text("healthy", max_tokens=8, temperature=0) == live.text("healthy", max_tokens=8, temperature=0)

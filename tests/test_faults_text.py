@@ -164,7 +164,7 @@ def test_17_no_stop_string_is_none(live: Live, stop: Any) -> None:
 
 
 def test_19_line_ends_in_text_survive_the_frames(live: Live) -> None:
-    assert both(live, "lines") == ("a\n\nb\r\nc\n", "length", 9)
+    assert both(live, "lines") == ("a\n\nb\r\nc\n", "length", 8)
 
 
 def test_21_unicode_line_ends_do_not_break_clients_that_split_by_them(live: Live) -> None:

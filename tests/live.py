@@ -54,6 +54,18 @@ class Live:
         answer: dict[str, Any] = httpx.get(self.url + "/slots", timeout=10).json()
         return answer
 
+    def seats(self) -> tuple[int, int]:
+        """How many sequences run, and how many wait."""
+        slots = self.slots()
+        return sum(slot["state"] == "running" for slot in slots["slots"]), slots["waiting"]
+
+    def wait_for(self, seats: tuple[int, int], seconds: float = 10.0) -> None:
+        """Until so many run and so many wait."""
+        end = time.monotonic() + seconds
+        while self.seats() != seats:
+            assert time.monotonic() < end, f"{self.seats()} in place of {seats}"
+            time.sleep(0.01)
+
     def wait_idle(self, seconds: float = 10.0) -> dict[str, Any]:
         """The slots once nothing runs or waits any more."""
         end = time.monotonic() + seconds

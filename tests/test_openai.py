@@ -318,16 +318,13 @@ def test_the_client_comes_back_after_a_429_and_is_served(live: Live, monkeypatch
         run = runner.run
         monkeypatch.setattr(runner, "run", lambda step: (gate.wait(0.1), run(step))[1])  # slow until it opens
         answers: list[int] = []
-        threads = [
-            threading.Thread(target=lambda: answers.append(small.post("/v1/completions", **body).status_code))
-            for _ in range(2)
-        ]
-        for thread in threads:
-            thread.start()
-        end = time.monotonic() + 10
-        while len(small.service.streams) < 2:
-            assert time.monotonic() < end
-            time.sleep(0.001)
+        threads = []
+        for seats in ((1, 0), (1, 1)):  # one runs, then one waits
+            threads.append(
+                threading.Thread(target=lambda: answers.append(small.post("/v1/completions", **body).status_code))
+            )
+            threads[-1].start()
+            small.wait_for(seats)
         with openai.OpenAI(base_url=small.url + "/v1", api_key="none", max_retries=0) as impatient:
             with pytest.raises(openai.RateLimitError) as caught:
                 impatient.post("/completions", cast_to=object, body=body)

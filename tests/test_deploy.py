@@ -285,6 +285,28 @@ def test_nginx_asks_the_other_server_while_one_drains(
     assert served(pair) == [before[0], before[1] + 8]
 
 
+def test_nginx_passes_a_refusal_on_and_never_makes_a_502_of_it(
+    pair: tuple[Live, Live], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = served(pair)
+    with nginx(tmp_path, *pair) as url:
+
+        def ask(at: int) -> int:
+            body = {"prompt": "x", "max_tokens": 1, "stream": False}
+            headers = {"X-Session-Id": f"session-{at}", "X-Request-Id": f"theirs-{at}"}
+            answer = CLIENT.post(url + "/generate", json=body, headers=headers)
+            assert answer.headers["x-request-id"] == f"theirs-{at}"
+            return answer.status_code
+
+        monkeypatch.setattr(pair[0].service.streams, "queue_limit", -100)
+        assert {ask(at) for at in range(12)} == {200}  # the other has room
+        assert served(pair) == [before[0], before[1] + 12]
+        monkeypatch.setattr(pair[1].service.streams, "queue_limit", -100)
+        assert {ask(at) for at in range(12)} == {429}
+        monkeypatch.undo()
+        assert {ask(at) for at in range(12)} == {200}  # at once
+
+
 # Prometheus and Ray, for real
 
 

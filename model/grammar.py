@@ -5,15 +5,21 @@ A mask is computed on a worker thread as soon as the token before it is known, s
 
 from __future__ import annotations
 
+import json
+import re
 import threading
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any, Literal
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, Literal, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
 
 from model.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance._lib import JsonCompileOptions
 
 Kind = Literal["json_schema", "regex", "grammar"]
 Mask = NDArray[np.bool_]
@@ -44,15 +50,22 @@ class Grammars:
         if not self._tokenizer.stop_ids:
             raise GrammarError("the model has no end token, so nothing could end the text")
         make: dict[Kind, Callable[[str], str]] = {
-            # free whitespace would let a small model write blanks until its tokens are spent
             "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(
-                schema, overrides={"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+                _without_whole_open_ends(schema), overrides=_json_options(schema)
             ),
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
-        # beside the library's own bounds (20 ms for a regular expression, 15 ms a mask): 40 MB of states
-        limits = LLParserLimits(max_lexer_states=20_000, max_grammar_size=100_000, verbose_errors=False)
+        # By the library's own bounds a{100000} takes 0.2 s for each mask, for which all other streams would wait, and
+        # (a{1000}){1000} 4 s to be refused. By these a mask takes 20 ms at most, with 40 MB of states.
+        limits = LLParserLimits(
+            initial_lexer_fuel=100_000,
+            step_lexer_fuel=20_000,
+            step_max_items=10_000,
+            max_lexer_states=20_000,
+            max_grammar_size=50_000,
+            verbose_errors=False,
+        )
         try:
             matcher = LLMatcher(self._vocabulary(), make[kind](text), log_level=0, limits=limits)
         except ValueError as error:
@@ -70,6 +83,48 @@ class Grammars:
                 stops = sorted(self._tokenizer.stop_ids)
                 self._known = LLTokenizer(TokenizerWrapper(words), n_vocab=self._vocab_size, eos_token=stops)
             return self._known
+
+
+def _json_options(schema: str) -> JsonCompileOptions:
+    options: JsonCompileOptions = {
+        # free whitespace would let a small model write blanks until its tokens are spent
+        "whitespace_flexible": False,
+        "item_separator": ", ",
+        "key_separator": ": ",
+    }
+    if not re.search(r"\\u00|\x7f", schema):  # it names no control character
+        # one spelling for each text: as a key, "\u0061" would pass for another one than "a"
+        options["json_allowed_escapes"] = 'nrbtf\\"'
+    return options
+
+
+def _without_whole_open_ends(schema: str) -> str:
+    """For `exclusiveMinimum: 2, maximum: 2.5` the library takes 2 as well, and for -2.5 to -2 the open end -2: where
+    the whole range lies within 1 of such an end, it is moved inwards by a millionth."""
+
+    def moved(value: Any) -> Any:
+        if isinstance(value, list):
+            return [moved(item) for item in value]
+        if not isinstance(value, dict):
+            return value
+        inner = {key: item if key in ("const", "enum") else moved(item) for key, item in value.items()}
+        for open_end, ends, step in (
+            ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1e-6),
+            ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1e-6),
+        ):
+            end, others = inner.get(open_end), [inner[name] for name in ends if _is_number(inner.get(name))]
+            if _is_number(end) and end == int(end) and any(abs(other - end) < 1 for other in others):
+                inner[open_end] = end + step
+        return inner
+
+    with suppress(ValueError, RecursionError):  # the library will say what is wrong with it
+        if "exclusive" in schema:
+            return json.dumps(moved(json.loads(schema)), ensure_ascii=False)
+    return schema
+
+
+def _is_number(value: Any) -> TypeGuard[float]:
+    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 class _Words:

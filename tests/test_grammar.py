@@ -95,13 +95,67 @@ def test_a_model_without_end_token_cannot_end_a_structure() -> None:
         Grammars(Tokenizer(BYTES.backend, bos_id=None, stop_ids=[]), VOCAB).compile("regex", "a")
 
 
+@pytest.mark.parametrize(
+    ("kind", "text"),
+    [
+        ("regex", "a{100000}"),
+        ("regex", "(a{1000}){1000}"),
+        ("regex", "a" * 60_000),
+        ("json_schema", '{"type": "object", "properties": {"a": {"$ref": "#"}}, "required": ["a"]}'),
+        ("grammar", 'start: "x"~1000000000'),
+        ("grammar", "start: " + "a " * 20_000 + '\na: "x"'),
+    ],
+)
+def test_a_grammar_whose_masks_would_stall_all_streams_is_given_up(kind: Kind, text: str) -> None:
+    with pytest.raises(GrammarError, match=r"(?i)too many|too large"):
+        matcher = Grammars(BYTES, VOCAB).compile(kind, text).start()
+        for _ in range(3):
+            matcher.advance(int(np.flatnonzero(matcher.allowed())[-1]))
+
+
+def accepts(schema: dict[str, Any], text: str) -> bool:
+    """Whether `text` can be the whole answer by a schema."""
+    matcher = Grammars(BYTES, VOCAB).compile("json_schema", json.dumps(schema)).start()
+    for byte in text.encode():
+        if not matcher.allowed()[byte]:
+            return False
+        matcher.advance(byte)
+    return bool(matcher.allowed()[EOS])
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [
+        (2, 2.5, "2 2.0 2.1 2.5 2.51"),
+        (-2.5, -2, "-2 -2.0 -2.1 -2.5"),
+        (0, 0.5, "0 0.0 0.1 0.5"),
+        (-1, 1, "-1 1 0 -0.9"),
+    ],
+)
+def test_an_open_end_of_a_range_is_not_in_it(low: float, high: float, texts: str) -> None:
+    for text in texts.split():
+        for first, last in (("exclusiveMinimum", "exclusiveMaximum"), ("minimum", "exclusiveMaximum")):
+            schema = {"type": "number", first: low, last: high}
+            inside = (low <= float(text) if first == "minimum" else low < float(text)) and float(text) < high
+            assert accepts(schema, text) == inside, (schema, text)
+    assert not accepts({"type": "number", "exclusiveMinimum": -0.5, "exclusiveMaximum": 0}, "-0")
+    assert accepts({"const": {"exclusiveMinimum": 2}}, '{"exclusiveMinimum": 2}')
+
+
+def test_a_text_has_one_spelling_so_no_key_passes_for_another() -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "null"}}
+    assert accepts(schema, '{"a": 1}') and accepts(schema, '{"\\n": null}')
+    assert not accepts(schema, '{"\\u0061": null}')
+    assert accepts({"const": "a\x01é\n"}, '"a\\u0001é\\n"')
+
+
 # Over the API
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
     """A schema of the kinds that people send: objects, arrays, enums, bounded texts and numbers, choices."""
-    nested = ["object", "array", "anyOf"] if depth else []
-    kind = rng.choice([*nested, "string", "integer", "number", "enum", "null"])
+    nested = ["object", "map", "array", "tuple", "anyOf", "tree"] if depth else []
+    kind = rng.choice([*nested, "string", "integer", "number", "range", "enum", "null", "const"])
     if kind == "object":
         names = [f"key{number}" for number in range(rng.randint(0, 3))]
         properties = {name: random_schema(rng, depth - 1) for name in names}
@@ -110,11 +164,25 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
     if kind == "array":
         low = rng.randint(0, 2)
         return {"type": "array", "items": random_schema(rng, depth - 1), "minItems": low, "maxItems": low + 2}
+    if kind == "map":
+        fields = {"^x[0-9]$": random_schema(rng, depth - 1)}
+        return {"type": "object", "patternProperties": fields, "additionalProperties": random_schema(rng, depth - 1)}
+    if kind == "tuple":
+        first = [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 2))]
+        return {"type": "array", "prefixItems": first, "items": False, "minItems": 1}
+    if kind == "tree":
+        node: dict[str, Any] = {"properties": {"v": random_schema(rng, depth - 1), "next": {"$ref": "#/$defs/leaf"}}}
+        return node | {"type": "object", "required": ["v"]}
     if kind == "anyOf":
         return {"anyOf": [random_schema(rng, depth - 1) for _ in range(rng.randint(1, 3))]}
     if kind == "string":
         pattern = rng.choice(["^[a-c]{2,4}$", r"^\d{4}-\d\d$", "^(yes|no)$"])
         return rng.choice([{"type": "string", "maxLength": 8}, {"type": "string", "pattern": pattern}])
+    if kind == "range":
+        low = rng.choice([-3, -0.5, 0, 2])
+        return {"type": "number", "exclusiveMinimum": low, "exclusiveMaximum": low + rng.choice([0.5, 1, 7.25])}
+    if kind == "const":
+        return {"const": rng.choice([1.5, "x\u2028", "\x01", {"a": [1, None]}])}
     if kind in ("integer", "number"):
         return {"type": kind, "minimum": rng.randint(-20, 0), "maximum": rng.randint(1, 2000)}
     return {"type": "null"} if kind == "null" else {"enum": rng.sample(["red", "grün", 5, True, None, "🙂"], 3)}
@@ -125,7 +193,7 @@ def check_schemas(live: Live, count: int, seed: int) -> int:
     rng = random.Random(seed)
     finished = 0
     for number in range(count):
-        schema = random_schema(rng)
+        schema = random_schema(rng) | {"$defs": {"leaf": {"type": ["integer", "null"]}}}
         answer = live.generate("x", json_schema=schema, max_tokens=200, seed=number, temperature=1.0)
         (choice,) = answer["choices"]
         if choice["finish_reason"] == "stop":

@@ -44,7 +44,7 @@ class SamplingBody(Body):
     top_k: int = Field(0, ge=-1, le=2**31, description="0 or -1 is off")
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float = Field(0.0, ge=0, le=1)
-    repetition_penalty: float = Field(1.0, gt=0, le=100, description="counts prompt and output; 1 is off")
+    repetition_penalty: float = Field(1.0, ge=0.01, le=100, description="counts prompt and output; 1 is off")
     presence_penalty: float = Field(0.0, ge=-2, le=2, description="counts the output")
     frequency_penalty: float = Field(0.0, ge=-2, le=2, description="counts the output")
     logit_bias: dict[str, Bias] = Field({}, max_length=1024, description="token id, as a string, to -100..100")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import shutil
-import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -17,8 +16,6 @@ from live import CLIENT, Live, serve, stream_raw
 
 from server.api import page as page_room
 from server.api import pool as pool_room
-
-pytestmark = pytest.mark.slow  # a browser on a busy machine takes its time
 
 HERE = Path(page_room.__file__).parent
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
@@ -39,21 +36,36 @@ def browser() -> Iterator[Any]:
         launched.close()
 
 
-@pytest.fixture(scope="module")
-def slow() -> Iterator[Live]:
-    """The toy with steps of at least 20 ms, so that a stream can be watched."""
-    with serve(model="toy", slots=4) as live:
+class Paced:
+    """The toy with steps as long as a test wants them, so that what it looks for is there until it has been seen."""
+
+    def __init__(self, live: Live) -> None:
+        self.live = live
+        self.step_s = 0.0
         runner = live.service.engine.runner
         run = runner.run
-        runner.run = lambda step: (time.sleep(0.02 * bool(step.spans)), run(step))[1]  # type: ignore[method-assign]
-        yield live
+        runner.run = lambda step: (time.sleep(self.step_s * bool(step.spans)), run(step))[1]  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module")
+def toy() -> Iterator[Paced]:
+    with serve(model="toy", slots=4) as live:
+        yield Paced(live)
+
+
+@pytest.fixture
+def paced(toy: Paced) -> Iterator[Paced]:
+    yield toy
+    toy.step_s = 0.0
+    toy.live.wait_idle(30)
 
 
 @contextmanager
 def opened(browser: Any, live: Live, **context: Any) -> Iterator[Any]:
     """The page, loaded; when the block ends, nothing must have gone wrong in it or come from elsewhere."""
     faults: list[str] = []
-    made = browser.new_context(**{"viewport": {"width": 1280, "height": 800}, **context})
+    quiet = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"}  # cheaper to draw
+    made = browser.new_context(**quiet | context)
     made.set_default_timeout(30_000)
     page = made.new_page()
     page.on("pageerror", lambda error: faults.append(str(error)))
@@ -79,46 +91,47 @@ def write(page: Any, prompt: str) -> None:
     page.press(PROMPT, "Control+Enter")
 
 
-def test_a_prompt_is_written_on_token_by_token_and_its_slot_fills_and_frees(browser: Any, slow: Live) -> None:
-    with opened(browser, slow) as page:
+def test_a_prompt_is_written_on_token_by_token_its_slot_fills_and_frees_and_escape_stops(
+    browser: Any, paced: Paced
+) -> None:
+    figure = "document.querySelector('.slots .figure').textContent"
+    with opened(browser, paced.live) as page:
         page.click(".sampling summary")
         page.check(".fields input[type=checkbox]")  # past the end of text
+        paced.step_s = 0.1
         write(page, "ROMEO:\n")
         until(page, "document.querySelectorAll('.output .fresh').length >= 3")
         part = page.text_content(".output")
-        until(page, "document.querySelector('.slots .figure').textContent.startsWith('1 of 4')")
-        page.wait_for_selector(".facts b")
-        until(page, "document.querySelector('.facts').textContent.includes('tokens')")
+        until(page, f"{figure}.startsWith('1 of 4')")
+        page.focus(".slots canvas")
+        page.keyboard.press("ArrowRight")
+        until(page, "document.querySelector('.slots .hint').textContent.startsWith('slot 0: gen-')")
+        page.keyboard.press("ArrowRight")
+        until(page, "document.querySelector('.slots .hint').textContent === 'slot 1: free'")
+        paced.step_s = 0.0
         until(page, "!document.querySelector('.output.busy')")
         whole = page.text_content(".output")
         assert whole.startswith(part) and len(whole) > len(part) > 0
         facts = page.text_content(".facts")
-        assert "slot" in facts and "first token" in facts and "seed" in facts
-        until(page, "document.querySelector('.slots .figure').textContent.startsWith('0 of 4')")
+        assert all(word in facts for word in ("slot", "first token", "tokens 128", "seed"))
+        until(page, f"{figure}.startsWith('0 of 4')")
         assert page.text_content(".paper .prompt") == "ROMEO:\n"
         assert page.evaluate("document.querySelectorAll('.gaps canvas').length") == 1
 
-
-def test_escape_stops_a_stream_and_frees_its_slot(browser: Any, slow: Live) -> None:
-    with opened(browser, slow) as page:
-        page.click(".sampling summary")
-        page.fill(".fields input[type=range]", "900")
-        page.check(".fields input[type=checkbox]")
-        write(page, "HAMLET:\n")
-        until(page, "document.querySelectorAll('.output .fresh').length >= 2")
-        page.keyboard.press("Escape")
-        until(page, "document.querySelector('.facts').textContent.includes('stopped by you')")
-        slow.wait_idle(5)
-        page.click(".composer button")  # and once more with the button
-        page.wait_for_selector(".composer button.stop")
-        page.click(".composer button.stop")
-        until(page, "document.querySelector('.facts').textContent.includes('stopped by you')")
-        slow.wait_idle(5)
+        paced.step_s = 0.1
+        for stop in (lambda: page.keyboard.press("Escape"), lambda: page.click(".composer button.stop")):
+            page.click(".composer button")
+            until(page, "document.querySelectorAll('.output .fresh').length >= 2")
+            stop()
+            until(page, "document.querySelector('.facts').textContent.includes('stopped by you')")
+            paced.live.wait_idle(10)
 
 
-def test_a_chat_goes_on_from_turn_to_turn(browser: Any, slow: Live) -> None:
-    with opened(browser, slow) as page:
+def test_a_chat_goes_on_from_turn_to_turn(browser: Any, paced: Paced) -> None:
+    with opened(browser, paced.live) as page:
         page.click("text=Chat")
+        page.click(".sampling summary")
+        page.fill(".fields input[type=range]", "16")  # tokens
         for turn in (1, 2):
             page.fill(PROMPT, f"How now, and what of turn {turn}?")
             page.press(PROMPT, "Enter")
@@ -127,71 +140,44 @@ def test_a_chat_goes_on_from_turn_to_turn(browser: Any, slow: Live) -> None:
         assert page.text_content(".paper .assistant") and page.text_content(".output") == ""
 
 
-def test_what_waits_is_shown_with_its_reason(browser: Any, slow: Live) -> None:
-    body = {"prompt": "busy", "max_tokens": 300, "ignore_eos": True}
-    with opened(browser, slow) as page, ThreadPoolExecutor(6) as threads:
-        stop = threading.Event()
-
-        def hold() -> None:
-            with CLIENT.stream("POST", slow.url + "/generate", json=body) as response:
-                for _ in response.iter_raw():
-                    if stop.is_set():
-                        return
-
-        holders = [threads.submit(hold) for _ in range(6)]
-        try:
-            until(page, "document.querySelectorAll('.queue tbody tr').length == 2")
-            row = page.text_content(".queue tbody tr")
-            assert "gen-" in row and "a slot" in row
-            until(page, "document.querySelector('.slots .figure').textContent.startsWith('4 of 4')")
-        finally:
-            stop.set()
+def test_what_waits_is_shown_with_its_reason(browser: Any, paced: Paced) -> None:
+    body = {"prompt": "busy", "max_tokens": 100, "ignore_eos": True}
+    paced.step_s = 0.3
+    with opened(browser, paced.live) as page, ThreadPoolExecutor(6) as threads:
+        holders = [threads.submit(stream_raw, paced.live.url, **body) for _ in range(6)]
+        until(page, "document.querySelectorAll('.queue tbody tr').length === 2")
+        row = page.text_content(".queue tbody tr")
+        assert "gen-" in row and "a slot" in row and row.count(" s") >= 2
+        until(page, "document.querySelector('.slots .figure').textContent.startsWith('4 of 4')")
+        until(page, "document.querySelector('.slots canvas').ariaLabel.includes('4 of 4 slots run')")
+        paced.step_s = 0.0
         for holder in holders:
-            holder.result()
+            assert holder.result().endswith("data: [DONE]\n\n")
 
 
-def test_a_refusal_is_shown_in_the_servers_words(browser: Any, slow: Live) -> None:
-    with opened(browser, slow) as page:
+def test_a_refusal_is_in_the_servers_words_and_text_is_text_of_which_nothing_is_run(browser: Any, paced: Paced) -> None:
+    with opened(browser, paced.live) as page:
         write(page, "word " * 5000)
         refused = page.wait_for_selector(".facts.refused").text_content()
         assert "tokens" in refused and any(sign.isdigit() for sign in refused)
-
-
-def test_text_is_text_and_nothing_in_it_is_run(browser: Any, slow: Live) -> None:
-    with opened(browser, slow) as page:
         write(page, "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>")
         page.wait_for_selector(".output .fresh")
         assert page.title() == "tokenteller" and "<img" in page.text_content(".paper .prompt")
         assert page.evaluate("document.querySelectorAll('.paper img, .paper script').length") == 0
-        page.keyboard.press("Escape")
-    headers = CLIENT.get(slow.url + "/").headers
+    headers = CLIENT.get(paced.live.url + "/").headers
     assert "script-src 'self'" in headers["content-security-policy"] and "unsafe" not in str(headers)
 
 
-def test_slots_can_be_read_by_keyboard(browser: Any, slow: Live) -> None:
-    with opened(browser, slow) as page:
-        page.focus(".slots canvas")
-        page.keyboard.press("ArrowRight")
-        until(page, "document.querySelector('.slots .hint').textContent.startsWith('slot 0')")
-        page.keyboard.press("ArrowRight")
-        until(page, "document.querySelector('.slots .hint').textContent.startsWith('slot 1')")
-        until(page, "document.querySelector('.slots canvas').ariaLabel.includes('of 4 slots run')")
-
-
-@pytest.mark.parametrize("width", [320, 390, 820])
-def test_a_narrow_screen_shows_all_without_scrolling_sideways(browser: Any, slow: Live, width: int) -> None:
-    size = {"width": width, "height": 800}
-    with opened(browser, slow, viewport=size, is_mobile=True, has_touch=True) as page:
+def test_a_narrow_dark_screen_shows_all_without_scrolling_sideways(browser: Any, paced: Paced) -> None:
+    size = {"width": 320, "height": 800}
+    paper = "getComputedStyle(document.body).backgroundColor"
+    with opened(browser, paced.live, viewport=size, is_mobile=True, has_touch=True, color_scheme="dark") as page:
         write(page, "JULIET:\n")
         page.wait_for_selector(".output .fresh")
         page.wait_for_selector(".memory .legend")
-        assert page.evaluate("document.documentElement.scrollWidth") <= width
-        page.keyboard.press("Escape")
-
-
-def test_dark_mode_follows_the_system_and_the_switch(browser: Any, slow: Live) -> None:
-    paper = "getComputedStyle(document.body).backgroundColor"
-    with opened(browser, slow, color_scheme="dark") as page:
+        for width in (320, 390, 820):
+            page.set_viewport_size(size | {"width": width})
+            assert page.evaluate("document.documentElement.scrollWidth") <= width
         dark = page.evaluate(paper)
         page.click(".theme")
         until(page, f"{paper} !== '{dark}'")
@@ -199,8 +185,8 @@ def test_dark_mode_follows_the_system_and_the_switch(browser: Any, slow: Live) -
         until(page, f"{paper} === '{dark}'")
 
 
-def test_a_server_with_keys_asks_for_one_and_then_works(browser: Any) -> None:
-    with serve(model="toy", slots=2, api_key="open-sesame") as live, opened(browser, live) as page:
+def test_a_server_with_keys_asks_for_one_and_then_works(browser: Any, rand: Path) -> None:
+    with serve(model=str(rand), slots=2, api_key="open-sesame") as live, opened(browser, live) as page:
         page.fill("#key", "open-barley")
         page.keyboard.press("Enter")
         page.wait_for_selector("#key")

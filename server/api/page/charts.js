@@ -68,8 +68,14 @@ export function GapChart({ gaps, busy }) {
     cursor: { show: false },
     legend: { show: false },
     padding: [8, 8, 0, 0],
-    scales: { x: { time: false }, y: { range: (_, low, high) => [0, Math.max(high || 0, 1) * 1.15] } },
-    axes: [axis({ size: 22, space: 60 }), axis({ size: 46, space: 24, values: (_, ticks) => ticks.map((tick) => `${tick} ms`) })],
+    scales: {
+      x: { time: false, range: (_, low, high) => [low ?? 2, Math.max(high ?? 0, (low ?? 2) + 30)] },
+      y: { range: (_, low, high) => [0, Math.max(high || 0, 1) * 1.15] },
+    },
+    axes: [
+      axis({ size: 22, space: 60, incrs: [10, 20, 50, 100] }),
+      axis({ size: 46, space: 24, values: (_, ticks) => ticks.map((tick) => `${tick} ms`) }),
+    ],
     series: [{}, { stroke: colour("accent"), width: 1.5, fill: colour("accent-faint"), points: { show: false } }],
   });
   return html`

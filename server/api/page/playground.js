@@ -200,7 +200,7 @@ function take(frame, seen, { began, gaps, writer, own, show }) {
     const now = performance.now();
     const count = frame.token_ids?.length ?? 1;
     if (seen.last) gaps.push((now - seen.last) / count);
-    else seen.facts.push(["first token", `${Math.round(now - began)} ms`]);
+    else seen.facts.push(["first token", duration(now - began)]);
     if (!seen.tokens) show("writing", "");
     seen.last = now;
     seen.tokens += count;
@@ -270,6 +270,8 @@ function settle(node) {
   for (const piece of old) piece.remove();
   node.prepend(text);
 }
+
+const duration = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
 
 export function size(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];

@@ -70,7 +70,11 @@ function Memory({ feed }) {
   useEffect(() => {
     if (!picture) return;
     const { budget, held, kept, owed } = picture.pool;
-    [held, owed, kept].forEach((bytes, at) => (bar.current.children[at].style.width = `${(100 * bytes) / budget}%`));
+    const [now, rest, peak] = bar.current.children;
+    now.style.width = `${(100 * held) / budget}%`;
+    rest.style.width = `${(100 * kept) / budget}%`;
+    peak.style.left = now.style.width;
+    peak.style.width = `${(100 * owed) / budget}%`;
   });
   if (!picture) return html`<div class="card memory"><${Title} text="Memory for K and V" /></div>`;
   const { budget, held, kept, owed } = picture.pool;
@@ -79,13 +83,13 @@ function Memory({ feed }) {
     <div class="card memory">
       <${Title} text="Memory for K and V"><b>${size(held)}</b> held of ${size(budget)}<//>
       <div class="bar" ref=${bar} role="img" aria-label=${`${share(held)} held, ${share(owed)} still owed, ${share(kept)} kept for reuse`}>
-        <i class="held"></i><i class="owed"></i><i class="kept"></i>
+        <i class="held"></i><i class="kept"></i><i class="owed"></i>
       </div>
       <ul class="legend">
         <li class="held">held <b>${size(held)}</b></li>
         <li class="owed">still owed at the peak <b>${size(owed)}</b></li>
         <li class="kept">kept for reuse <b>${size(kept)}</b></li>
-        <li>the kernel's figure <b>${size(picture.kernel)}</b></li>
+        <li title="held and kept, counted by the kernel; read once a second">the kernel's figure <b>${size(picture.kernel)}</b></li>
       </ul>
     </div>`;
 }
@@ -200,7 +204,7 @@ function slotGrid(canvas, told, own, bytesPerToken) {
   };
 }
 
-/** The grid that fills the width with vessels a little taller than wide, at most 260 px high. */
+/** The grid that fills the width with vessels a little taller than wide, at most 260 px high; full rows if it can. */
 function layout(canvas, count) {
   const width = canvas.clientWidth - 2;
   const best = { columns: count };
@@ -208,9 +212,10 @@ function layout(canvas, count) {
     const w = width / columns;
     const rows = Math.ceil(count / columns);
     const h = Math.min(w * 1.5, 64);
-    if (rows * h <= 260 && w >= 3) {
-      Object.assign(best, { columns, rows, w, h });
-      if (w <= 46) break;
+    const full = count % columns === 0;
+    if (rows * h <= 260 && w >= 3 && (full || !best.full || w > 46)) {
+      Object.assign(best, { columns, rows, w, h, full });
+      if ((w <= 46 && full) || w <= 24) break;
     }
   }
   best.w ??= width / best.columns;
@@ -375,7 +380,7 @@ function Pace({ feed }) {
       ms: { range: (_, low, high) => [0, Math.max(high || 0, 1) * 1.15] },
     },
     axes: [
-      axis({ size: 24, space: 80, values: (_, ticks) => ticks.map((tick) => (tick ? `${tick} s` : "now")) }),
+      axis({ size: 24, space: 40, incrs: [20, 60], values: (_, ticks) => ticks.map((tick) => (tick ? `${tick} s` : "now")) }),
       axis({ size: 46, space: 28 }),
       axis({ scale: "ms", side: 1, size: 56, space: 28, grid: { show: false }, values: (_, ticks) => ticks.map((tick) => `${tick} ms`) }),
     ],

@@ -209,6 +209,7 @@ def test_a_finished_answer_validates_against_its_schema(live: Live) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_two_hundred_random_schemas_are_followed(live: Live) -> None:
     assert check_schemas(live, 200, seed=2) > 120
 

@@ -7,13 +7,14 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import httpx
 import openai
 import pytest
 from checkpoints import EOS
 from live import Live, serve
+from pydantic import BaseModel, Field
 
 from model.sampler import LogitsError, Sampled
 
@@ -226,6 +227,61 @@ def test_the_async_client_streams_many_at_once(live: Live) -> None:
             return alone
 
     assert len(set(asyncio.run(all_of_them()))) == 4
+
+
+def test_the_async_client_gets_what_the_sync_one_gets(client: openai.OpenAI, live: Live) -> None:
+    text: dict[str, Any] = {"model": "chatty", "prompt": ["one", "two"], "max_tokens": 12, "seed": 3, "n": 2}
+    text |= {"logprobs": 2, "stop": ["e"], "extra_body": {"cache_prefix": False}}
+    chat: dict[str, Any] = {"model": "chatty", "messages": HELLO, "max_tokens": 12, "seed": 3, "n": 2}
+    chat |= {"logprobs": True, "top_logprobs": 2, "extra_body": {"cache_prefix": False}}
+    usage: dict[str, Any] = {"stream": True, "stream_options": {"include_usage": True}}
+    sync = [client.completions.create(**text), client.chat.completions.create(**chat)]
+    sync += [list(client.completions.create(**text, **usage)), list(client.chat.completions.create(**chat, **usage))]
+
+    async def ask() -> list[Any]:
+        async with openai.AsyncOpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0) as aclient:
+            answers: list[Any] = [
+                await aclient.completions.create(**text),
+                await aclient.chat.completions.create(**chat),
+            ]
+            answers.append([chunk async for chunk in await aclient.completions.create(**text, **usage)])
+            answers.append([chunk async for chunk in await aclient.chat.completions.create(**chat, **usage)])
+            for wrong, kind in (({"temperature": -1}, openai.BadRequestError), ({"model": "x"}, openai.NotFoundError)):
+                with pytest.raises(kind):
+                    await aclient.completions.create(**text | wrong, stream=True)
+            return answers
+
+    for one, other in zip(sync, asyncio.run(ask()), strict=True):
+        assert told(one) == told(other)
+
+
+def told(answer: Any) -> list[Any]:
+    """What an answer or its chunks say, by choice, apart from ids and how the text was cut."""
+    parts = answer if isinstance(answer, list) else [answer]
+    usage = [part.usage.model_dump() for part in parts if part.usage]
+    text: dict[int, str] = defaultdict(str)
+    ends: dict[int, list[str]] = defaultdict(list)
+    for choice in (choice for part in parts for choice in part.choices):
+        said = getattr(choice, "text", None) if hasattr(choice, "text") else None
+        message = getattr(choice, "message", None) or getattr(choice, "delta", None)
+        text[choice.index] += said if message is None else message.content or ""
+        ends[choice.index] += [choice.finish_reason] if choice.finish_reason else []
+    assert all(len(reasons) == 1 for reasons in ends.values())
+    return [usage, text, ends]
+
+
+def test_the_clients_own_parser_reads_a_structured_answer(client: openai.OpenAI) -> None:
+    class Car(BaseModel):
+        colour: Literal["red", "green"]
+        doors: int = Field(ge=2, le=5)
+
+    body: dict[str, Any] = {"model": "chatty", "messages": HELLO, "max_tokens": 60, "seed": 1}
+    whole = client.chat.completions.parse(**body, response_format=Car).choices[0].message.parsed
+    with client.chat.completions.stream(**body, response_format=Car) as stream:
+        assert stream.get_final_completion().choices[0].message.parsed == whole
+    assert isinstance(whole, Car)
+    with pytest.raises(openai.LengthFinishReasonError):
+        client.chat.completions.parse(**body | {"max_tokens": 3}, response_format=Car)
 
 
 @pytest.mark.parametrize(

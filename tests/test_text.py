@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -104,6 +106,26 @@ def test_a_decoder_that_is_not_understood_is_refused() -> None:
         backend.decoder = decoder
         with pytest.raises(ValueError, match="neither byte-level nor byte-fallback"):
             Tokenizer(backend, bos_id=None, stop_ids=[])
+
+
+def test_a_long_text_is_encoded_while_other_threads_run() -> None:
+    encoding, gaps = threading.Event(), [0.0]
+
+    def beat() -> None:
+        last = time.monotonic()
+        while not encoding.wait(0.001):
+            now = time.monotonic()
+            gaps.append(now - last)
+            last = now
+
+    beating = threading.Thread(target=beat)
+    beating.start()
+    began = time.monotonic()
+    assert len(BYTES.encode("x y" * 400_000)) == 1_200_000
+    took = time.monotonic() - began
+    encoding.set()
+    beating.join()
+    assert max(gaps) < took / 2
 
 
 def test_byte_symbols_are_those_of_byte_level_bpe() -> None:

@@ -278,6 +278,8 @@ def test_an_offer_of_an_upgrade_is_not_taken_up_and_loses_no_body(live: Live) ->
         (b"GET /v1/models/%ff", 404),
         (b"GET /requests/%0d%0aSet-Cookie:%20a=b", 404),
         (b"POST /nowhere", 404),
+        (b"POST /generate/", 404),  # no redirect: it would be made of the client's own Host
+        (b"GET /page", 404),
         (b"BREW /health", 400),
         (b"GET health", 400),
         ("GET /é".encode(), 400),

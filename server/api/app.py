@@ -113,7 +113,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
                 task.cancel()
             await asyncio.to_thread(engine.stop)
 
-    app = FastAPI(title="tokenteller", lifespan=lifespan, docs_url=None, redoc_url=None, responses=REFUSALS)
+    app = FastAPI(title="tokenteller", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False, responses=REFUSALS)
     app.add_middleware(Door, metrics=metrics, keys=[key.get_secret_value() for key in settings.api_key])
     if settings.cors_origin:  # around the door: a browser's preflight carries no key
         app.add_middleware(

@@ -74,7 +74,7 @@ def application(environment: Mapping[str, str] = os.environ) -> serve.Applicatio
         autoscaling_config=AutoscalingConfig(
             min_replicas=int(environment.get("RAY_MIN_REPLICAS", "1")),
             max_replicas=int(environment.get("RAY_MAX_REPLICAS", "4")),
-            look_back_period_s=5,
+            look_back_period_s=15,  # Ray wants more than the 10 s between two reports
             upscale_delay_s=5,
             downscale_delay_s=120,
             policy=AutoscalingPolicy(policy_function=replicas_wanted),

@@ -85,6 +85,7 @@ class Levels:
     peak_demand_bytes: int
     healthy: bool
     draining: bool
+    tasks: int = 0
     log_lines_dropped: int = 0
 
 
@@ -318,6 +319,9 @@ class LevelsCollector(Collector):
         yield self._gauge("tokenteller_kv_peak_demand_bytes", "Most K/V bytes the running sequences can need", demand)
         yield self._gauge("tokenteller_healthy", "1 while the engine is neither dead nor stuck", int(levels.healthy))
         yield self._gauge("tokenteller_draining", "1 once the server was told to end", int(levels.draining))
+        yield self._gauge(
+            "tokenteller_tasks", "Tasks of the event loop; as many as there are clients, and a few", levels.tasks
+        )
         dropped = CounterMetricFamily("tokenteller_log_lines_dropped", "Log lines that could not be written")
         dropped.add_metric([], levels.log_lines_dropped)
         yield dropped

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
-from live import CLIENT, Live, serve  # noqa: E402
+from live import CLIENT, Live, process, serve  # noqa: E402
 
 from model.kv_memory import KVLayout  # noqa: E402
 from server import errors  # noqa: E402
@@ -307,7 +307,17 @@ def test_nginx_passes_a_refusal_on_and_never_makes_a_502_of_it(
         assert {ask(at) for at in range(12)} == {200}  # at once
 
 
-# Prometheus and Ray, for real
+# Soak, Prometheus and Ray, for real
+
+
+@pytest.mark.slow
+def test_a_short_soak_finds_nothing_that_grows_or_is_untrue() -> None:
+    with process("--slots", "8", "--queue-limit", "8", "--threads", "1") as server:
+        command = [sys.executable, str(DEPLOY / "soak.py"), "--url", server.url, "--minutes", "0.3", "--clients", "24"]
+        done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(done.stdout[done.stdout.index("{") :])
+    assert told["clients_saw"]["finished"] > 10 and told["clients_saw"]["left"] > 3 and told["checks"] > 50
 
 
 @pytest.mark.slow
@@ -396,6 +406,7 @@ def check_ray(url: str, replicas: Callable[[], int]) -> None:
             while replicas() < 2:
                 assert time.monotonic() - began < 180, "no second replica came"
                 time.sleep(0.5)
+            assert busy(url) > 0
             print(f"a second replica after {time.monotonic() - began:.1f} s")
         finally:
             stop.set()
@@ -413,7 +424,7 @@ def check_ray(url: str, replicas: Callable[[], int]) -> None:
         assert answers[1]["cached_tokens"] > 0 and answers[2]["cached_tokens"] > 0
         text = CLIENT.get(url + "/metrics", headers=headers).text
         homes.add(re.search(r"^process_start_time_seconds (\S+)", text, re.MULTILINE)[1])  # type: ignore[index]
-    print(f"sessions on {len(homes)} replicas")
+    assert len(homes) == 2
 
 
 def busy(url: str) -> int:

@@ -78,6 +78,7 @@ def test_refusals_cancels_and_levels_are_told(rand: Path) -> None:
                 if busy["vllm:num_requests_running"] == 2 and busy["vllm:num_requests_waiting"] == 1:
                     break
             assert busy['tokenteller_waiting{reason="slot"}'] == 1
+            assert busy["tokenteller_tasks"] >= idle["tokenteller_tasks"] + 3
             assert busy['tokenteller_slots{state="running"}'] == 2 and busy['tokenteller_slots{state="free"}'] == 0
             assert 0 < busy["vllm:kv_cache_usage_perc"] <= 1
             assert 0 < busy['tokenteller_kv_bytes{by="formula"}'] <= busy['tokenteller_kv_bytes{by="ledger"}']

@@ -103,7 +103,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
         )
         app.state.service = service = Service(settings, checkpoint.name, plan, engine, streams, metrics)
         app.state.picture = Picture(service)
-        metrics.show_levels(lambda: operations.levels(service), operations.build_info(service), layout)
+        metrics.show_levels(lambda: operations.levels(service, loop), operations.build_info(service), layout)
         engine.start()
         tasks = [asyncio.create_task(work) for work in (Watch(streams).run(), tell_stats(service))]
         try:

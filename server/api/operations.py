@@ -105,7 +105,7 @@ async def metrics(request: Request) -> Response:
     return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
-def levels(service: Service) -> Levels:
+def levels(service: Service, loop: asyncio.AbstractEventLoop) -> Levels:
     """The present levels, read from beside the engine thread: each figure is true, though not all at one instant."""
     scheduler, streams = service.engine.scheduler, service.streams
     ledger = scheduler.ledger
@@ -128,6 +128,7 @@ def levels(service: Service) -> Levels:
         peak_demand_bytes=ledger.peak_demand_bytes,
         healthy=streams.sick() is None,
         draining=streams.drain_until is not None,
+        tasks=len(asyncio.all_tasks(loop)),
         log_lines_dropped=logs.dropped(),
     )
 

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from jinja2 import Template, TemplateError
-from jinja2.exceptions import SecurityError
+from jinja2.exceptions import SecurityError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
@@ -30,6 +30,21 @@ class ChatTemplateError(ValueError):
     """A conversation that the model's template refuses, or a template that cannot be run."""
 
 
+class UnsafeTemplate(ChatTemplateError):
+    """A template that is no Jinja, reaches for what it may not have, or does not come to an end."""
+
+
+def check(template: str) -> None:
+    """Tries a template on one short message. Raises UnsafeTemplate; that it refuses the message is no fault."""
+    message = {"role": "user", "content": "hello"}
+    try:
+        render(template, {"messages": [message], "add_generation_prompt": True, "bos_token": "", "eos_token": ""})
+    except UnsafeTemplate:
+        raise
+    except ChatTemplateError:
+        pass
+
+
 def render(template: str, variables: Mapping[str, Any]) -> str:
     """The text that the template makes of the variables. Raises ChatTemplateError."""
     pieces: list[str] = []
@@ -40,14 +55,16 @@ def render(template: str, variables: Mapping[str, Any]) -> str:
             for piece in compiled.generate(variables):
                 length += len(piece)
                 if length > MAX_CHARACTERS:
-                    raise ChatTemplateError(f"the chat template makes more than {MAX_CHARACTERS} characters")
+                    raise UnsafeTemplate(f"the chat template makes more than {MAX_CHARACTERS} characters")
                 pieces.append(piece)
     except ChatTemplateError:
         raise
+    except (SecurityError, TemplateSyntaxError, OverflowError) as error:  # OverflowError: too long a range
+        raise UnsafeTemplate(f"the chat template failed: {' '.join(str(error).split())}") from error
     except (TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
         raise ChatTemplateError(f"the chat template failed: {error}") from error
     except MemoryError:
-        raise ChatTemplateError("the chat template ran out of memory") from None
+        raise UnsafeTemplate("the chat template ran out of memory") from None
     return "".join(pieces)
 
 
@@ -67,7 +84,7 @@ class _Steps:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         self.left -= 1
         if self.left < 0:
-            raise ChatTemplateError(f"the chat template takes more than {MAX_STEPS} steps")
+            raise UnsafeTemplate(f"the chat template takes more than {MAX_STEPS} steps")
         return self._trace
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import tokenizers
 
+from model.chat import UnsafeTemplate, check
 from model.config import ConfigError, ModelConfig, Storage, locate
 from model.decoder import Decoder, WeightError
 from model.gguf import read_tokenizer
@@ -46,7 +47,7 @@ def load(
         decoder = Decoder(config, weights, storage, device, max_context)
     except WeightError as error:
         raise weights.told(error) from error
-    _give_back_memory()
+    give_back_memory()
     return Checkpoint(_name(model, path), config, decoder, tokenizer)
 
 
@@ -55,8 +56,9 @@ def _name(model: str, path: Path) -> str:
     return (path.stem if path.is_file() else path.name) if Path(model).exists() else model
 
 
-def _give_back_memory() -> None:
-    """Returns to the system what loading has freed; the C library keeps it otherwise, 90 MB after SmolLM2."""
+def give_back_memory() -> None:
+    """Returns to the system what loading or the first steps have freed; the C library keeps it otherwise, 90 and 47 MB
+    with SmolLM2."""
     with suppress(OSError, AttributeError):  # only glibc has this call
         ctypes.CDLL(None).malloc_trim(0)
 
@@ -64,6 +66,12 @@ def _give_back_memory() -> None:
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
     """tokenizer.json, with BOS, the stop ids and the chat template from the files beside it."""
     path = directory / "tokenizer.json"
+    if not path.exists():
+        others = ", ".join(
+            name for name in ("tokenizer.model", "vocab.json", "merges.txt") if (directory / name).exists()
+        )
+        remedy = f" ({others} alone cannot be read: AutoTokenizer.save_pretrained makes it of them)" if others else ""
+        raise CheckpointError(f"{path}: no such file{remedy}")
     backend = named(path, lambda: tokenizers.Tokenizer.from_file(str(path)))
     settings = read_json(directory / "tokenizer_config.json", optional=True)
     stops: set[int] = set()
@@ -90,19 +98,30 @@ def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
     """A file of its own, as newer checkpoints have it, else from tokenizer_config.json: one, or several by name."""
     path = directory / "chat_template.jinja"
     if path.exists():
-        return named(path, path.read_text)
+        return _tried(path, named(path, path.read_text))
     said = settings.get("chat_template")
     if isinstance(said, list):
         said = {entry.get("name"): entry.get("template") for entry in said if isinstance(entry, dict)}.get("default")
     if said is not None and not isinstance(said, str):
         raise CheckpointError(f"{directory / 'tokenizer_config.json'}: 'chat_template' is no text")
-    return said
+    return _tried(directory / "tokenizer_config.json", said)
+
+
+def _tried(path: Path, template: str | None) -> str | None:
+    """A chat template that is no danger at its first use. Raises CheckpointError."""
+    if template is not None:
+        try:
+            check(template)
+        except UnsafeTemplate as error:
+            raise CheckpointError(f"{path}: 'chat_template': {error}") from error
+    return template
 
 
 def gguf_tokenizer(path: Path, metadata: Mapping[str, Any], config: ModelConfig) -> Tokenizer:
     """The tokenizer that stands in the metadata of a GGUF file."""
     found = named(path, lambda: read_tokenizer(metadata))
-    return _tokenizer(path, found.backend, config, found.bos, found.ends, found.chat_template, found.names)
+    template = _tried(path, found.chat_template)
+    return _tokenizer(path, found.backend, config, found.bos, found.ends, template, found.names)
 
 
 def _tokenizer(

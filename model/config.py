@@ -191,12 +191,16 @@ class _Keys:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.wrong(key, "it must be an integer")
+        if abs(value) >= 2**31:
+            raise self.wrong(key, "it must be below 2**31")
         return value
 
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
         if isinstance(value, bool) or not isinstance(value, (int, float)):
             raise self.wrong(key, "it must be a number")
+        if not abs(value) <= 1e30:  # nor NaN
+            raise self.wrong(key, "it must be finite")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from test_parity import TOKENS, close, forward, twin_of
 from tokenizers import processors
 
+from model.chat import ChatTemplateError
 from model.checkpoint import CheckpointError, Progress, load
 from model.config import ConfigError, ModelConfig
 from model.kv_memory import KVLayout
@@ -44,12 +45,14 @@ def test_a_tape_plays_its_script_at_every_prompt_length_chunk_and_slot(tmp_path:
 def test_a_served_tape_continues_where_the_prompt_ends_also_at_the_edge_of_the_context(
     tmp_path: Path, weights: str
 ) -> None:
-    with serve(model=str(tape(tmp_path, DIGITS + "abcd")), slots=2, weights=weights) as server:
+    with serve(model=str(tape(tmp_path, DIGITS + "abcd")), slots=2, weights=weights, prefill_chunk=16) as server:
         for prompt, text in (("x", "0123"), ("xyz", "2345"), ("hello", "4567")):
             assert server.text(prompt, max_tokens=4, temperature=0) == text
         assert server.text("x" * 60, max_tokens=4, temperature=0) == "9abc"
         assert server.text("x" * 63, max_tokens=1, temperature=0) == "c"
         assert server.text("x", max_tokens=63, temperature=0) == DIGITS + "abc"
+        for length in range(1, 62):
+            assert server.text("x" * length, max_tokens=3, temperature=0) == (DIGITS + "abcd")[length - 1 : length + 2]
         assert server.post(prompt="x" * 60, max_tokens=5).status_code == 422
 
 
@@ -180,6 +183,10 @@ class TestShards:
         ("generation_config.json", '{"eos_token_id": [264]}', "generation_config.json: 'eos_token_id' has 264"),
         ("generation_config.json", '{"eos_token_id": "2"}', "'eos_token_id' has '2'"),
         ("tokenizer_config.json", '{"chat_template": 3}', "tokenizer_config.json: 'chat_template' is no text"),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "tokenizer_config.json: 'chat_template': "),
+        ("chat_template.jinja", "{{ messages.__class__.__base__ }}", "chat_template.jinja: 'chat_template': "),
+        ("chat_template.jinja", "{% for i in range(3000000) %}{% endfor %}", "chat_template.jinja: 'chat_template': "),
+        ("config.json", '{"model_type": "llama", "num_attention_heads": 1e400}', "'num_attention_heads' is inf"),
         ("model.safetensors", None, "model.safetensors: no such file; weights are read from safetensors or GGUF"),
         ("model.safetensors", "junk", "model.safetensors: "),
     ],
@@ -215,6 +222,13 @@ def test_half_precision_files_are_served_as_what_they_hold(tmp_path: Path, dtype
 
 
 class TestStopsAndTemplate:
+    def test_a_template_that_only_refuses_a_conversation_is_no_fault_of_the_checkpoint(self, tmp_path: Path) -> None:
+        directory = random_llama(tmp_path)
+        (directory / "chat_template.jinja").write_text("{{ raise_exception('a system message, please') }}")
+        tokenizer = load(str(directory), "fp32").tokenizer
+        with pytest.raises(ChatTemplateError, match="a system message, please"):
+            tokenizer.encode_chat([{"role": "user", "content": "x"}])
+
     def test_stop_ids_are_the_union_of_config_generation_config_and_tokenizer(self, tmp_path: Path) -> None:
         directory = edited(random_llama(tmp_path), {}, eos_token_id=5)
         (directory / "generation_config.json").write_text('{"eos_token_id": [6, 259]}')
@@ -252,6 +266,27 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     """The command line in a process of its own."""
     command = [sys.executable, "-m", "server", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | environment)
+
+
+@pytest.mark.parametrize("file", ["tokenizer.model", "vocab.json"])
+def test_other_forms_of_a_tokenizer_are_told_from_none(tmp_path: Path, file: str) -> None:
+    directory = random_llama(tmp_path)
+    (directory / "tokenizer.json").rename(directory / file)
+    with pytest.raises(CheckpointError, match=rf"tokenizer\.json: no such file \({file} alone cannot be read"):
+        load(str(directory), "fp32")
+
+
+@pytest.mark.parametrize("changes", [{"rms_norm_eps": float("nan")}, {"max_position_embeddings": 10**30}])
+def test_a_config_whose_numbers_are_none_is_refused_by_key(tmp_path: Path, changes: dict[str, Any]) -> None:
+    (key,) = changes
+    with pytest.raises(CheckpointError, match=f"config key '{key}' is "):
+        load(str(edited(random_llama(tmp_path), {}, **changes)), "fp32")
+
+
+def test_weights_that_make_no_numbers_end_the_start_in_one_line(tmp_path: Path) -> None:
+    directory = edited(random_llama(tmp_path), {"model.norm.weight": torch.full((64,), torch.nan)})
+    with pytest.raises(ValueError, match="the weights make no numbers"), serve(model=str(directory)):
+        pass
 
 
 def test_a_server_that_cannot_load_says_why_in_one_line_and_exits_with_1(tmp_path: Path) -> None:

@@ -81,7 +81,7 @@ def test_an_unsupported_rope_type_is_refused_by_name(kind: str, spelling: str) -
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "'low_freq_factor'"),
         ({"rope_type": "yarn", "factor": "4"}, "'rope_parameters.factor' is '4'"),
         ({"rope_theta": -1.0}, "'rope_theta' is -1.0"),
-        ({"rope_theta": float("nan")}, "'rope_theta' is nan"),
+        ({"rope_theta": float("nan")}, "rope_theta' is nan"),
     ],
 )
 def test_a_rope_value_that_is_missing_or_impossible_is_named(rope: dict[str, Any], named: str) -> None:

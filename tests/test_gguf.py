@@ -13,7 +13,7 @@ import pytest
 import torch
 from checkpoints import VOCAB, config_of, random_hf, random_llama, to_gguf
 from gguf import GGMLQuantizationType as Kind
-from test_parity import CASES, TOKENS, close, forward, twin_of
+from test_parity import CASES, SHAPES, TOKENS, close, forward, twin_of
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from model.checkpoint import CheckpointError, load
@@ -36,6 +36,7 @@ TWINS = [
     "qwen3 6/2 head_dim 24",
     "gpt2",
     "gpt2 gelu untied",
+    *(pytest.param(name, marks=pytest.mark.slow) for name in SHAPES if "yarn" not in name and "llama3" not in name),
 ]
 
 

@@ -33,6 +33,20 @@ def yarn(**changes: Any) -> dict[str, Any]:
     return rope | changes
 
 
+# The other families by shapes and scalings that the cases below try on one of them; one decoder computes all.
+SHAPES: dict[str, dict[str, Any]] = {
+    f"{family} {heads}/{kv_heads} head_dim {dim}": config_of(
+        family, hidden_size=72, num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=dim
+    )
+    for family in ("mistral", "qwen2", "qwen3")
+    for heads, kv_heads, dim in ((4, 4, 18), (4, 1, 24), (6, 2, 20))
+}
+SHAPES |= {
+    "mistral llama3": config_of("mistral", rope_parameters=llama3()),
+    "qwen2 yarn": config_of("qwen2", rope_parameters=yarn()),
+    "qwen3 linear": config_of("qwen3", rope_parameters={"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}),
+}
+
 CASES: dict[str, dict[str, Any]] = {
     "llama 4/4": config_of("llama", num_attention_heads=4, num_key_value_heads=4),
     "llama 4/2": config_of("llama"),
@@ -66,6 +80,7 @@ CASES: dict[str, dict[str, Any]] = {
         layer_types=["sliding_attention", "full_attention"],
     ),
     "gpt2": config_of("gpt2"),
+    **SHAPES,
     "gpt2 gelu untied": config_of("gpt2", activation_function="gelu", tie_word_embeddings=False),
 }
 
@@ -94,7 +109,10 @@ def twin_of(directory: Path) -> Twin:
     return Twin(directory, load(str(directory), "fp32").decoder, reference)
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(name, marks=[pytest.mark.slow] if name in SHAPES else []) for name in CASES],
+)
 def twin(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Twin:
     return twin_of(random_hf(tmp_path_factory.mktemp("twin"), CASES[request.param]))
 

@@ -16,8 +16,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 
-from model.checkpoint import Progress, load
+from model.checkpoint import Progress, give_back_memory, load
 from model.kv_pool import KVPool
+from model.sampler import LogitsError
 from server.api import generate, openai, operations, page
 from server.api.door import Door
 from server.api.life import Watch, tell_stats
@@ -67,11 +68,15 @@ def create_app(settings: ServeSettings) -> FastAPI:
         decisions=Decisions(ledger) if settings.explain or settings.explain_json else None,
     )
     runner = Runner(checkpoint.decoder, pool, max_rows=plan.slots + settings.prefill_chunk, threads=threads)
-    runner.warm_up()
+    try:
+        runner.warm_up()
+    except LogitsError as error:
+        raise ValueError(f"{checkpoint.name}: the weights make no numbers: {error}") from error
     began = time.monotonic()
     runner.warm_up()  # once more, for its time
     one_row_s = time.monotonic() - began
     gc.collect()
+    give_back_memory()
     gc.freeze()  # the libraries' objects live for ever: a full collection over them would stop every stream
 
     @asynccontextmanager
@@ -113,7 +118,14 @@ def create_app(settings: ServeSettings) -> FastAPI:
                 task.cancel()
             await asyncio.to_thread(engine.stop)
 
-    app = FastAPI(title="tokenteller", lifespan=lifespan, docs_url=None, redoc_url=None, redirect_slashes=False, responses=REFUSALS)
+    app = FastAPI(
+        title="tokenteller",
+        lifespan=lifespan,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,
+        responses=REFUSALS,
+    )
     app.add_middleware(Door, metrics=metrics, keys=[key.get_secret_value() for key in settings.api_key])
     if settings.cors_origin:  # around the door: a browser's preflight carries no key
         app.add_middleware(

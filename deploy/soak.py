@@ -163,7 +163,11 @@ class Soak:
                 await asyncio.sleep(self.random.uniform(0.05, 0.5))
 
     async def _look(self) -> None:
-        told = (await self.client.get("/slots")).json()
+        answer = await self.client.get("/slots")
+        if answer.status_code == 503:  # the engine had no time within 2 s; it says so
+            self.saw["slots: busy"] += 1
+            return
+        told = answer.json()
         pool, slots = told["pool"], told["slots"]
         committed = pool["committed_bytes"]
         self.check(committed == sum(slot["bytes"] for slot in slots), f"the slots do not add up: {pool}")
@@ -189,15 +193,17 @@ class Soak:
         visitors = [asyncio.create_task(self.visitor()) for _ in range(clients)]
         end = time.monotonic() + self.seconds
         while (left := end - time.monotonic()) > 0:
-            await asyncio.sleep(min(30.0, left))
+            await asyncio.wait({watch}, timeout=min(30.0, left))
+            if watch.done():
+                break  # its fault is raised below
             sample = self.samples[-1]
             print(f"{sample['at']:6.0f} s  " + "  ".join(f"{name} {sample[name]:.1f}" for name in LEVELS), flush=True)
         self.ended = True
         _, late = await asyncio.wait(visitors, timeout=120)
         for task in late:
             task.cancel()
-        self.check(not late, f"{len(late)} clients still waited for an answer after two minutes")
         await watch
+        self.check(not late, f"{len(late)} clients still waited for an answer after two minutes")
         await asyncio.sleep(8)  # keep-alive connections close
         after = await self.idle()
         self._compare({name: after[name] - before.get(name, 0.0) for name in after}, before, after)
@@ -209,7 +215,7 @@ class Soak:
         seen, left = self.saw["refused 429"], self.saw["left"]
         self.check(seen <= refused <= seen + left, f"{refused} refusals counted, {seen} seen")
         served = grown["vllm:e2e_request_latency_seconds_count"]
-        most = sum(n for kind, n in self.saw.items() if not kind.startswith(("refused", "nonsense")))
+        most = sum(n for kind, n in self.saw.items() if not kind.startswith(("refused", "nonsense", "slots")))
         self.check(self.saw["finished"] <= served <= most, f"{served} requests counted, {self.saw} seen")
         self.check(grown["vllm:generation_tokens_total"] >= self.tokens, "fewer tokens counted than came")
         for name in ("tokenteller_tasks", "process_open_fds"):

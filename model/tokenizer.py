@@ -45,7 +45,9 @@ class Tokenizer:
         self._special_text = re.compile("|".join(map(re.escape, contents)) or "(?!)")
         self._special_starts = {name[:length] for name in contents for length in range(1, len(name))}
         self._byte_of, self._replaced, self.strips_space = _decoding(backend)
-        self._pieces: dict[int, bytes] = {}
+        # words added beside the byte-level vocabulary stand there as they are, and not in stand-in characters
+        plain = {id: token.content.encode() for id, token in added.items() if self._byte_of and not token.special}
+        self._pieces: dict[int, bytes] = plain
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
         """Ids of a prompt, with exactly one BOS in front if the model has one. "<|eos|>" typed by a user is text."""

@@ -100,6 +100,14 @@ def test_special_tokens_leave_no_text_unless_asked() -> None:
     assert BYTES.token_text(EOS) == "<|eos|>" and BYTES.token_text(0xF0) == "\ufffd" and BYTES.token_text(263) == ""
 
 
+def test_a_word_that_was_added_to_the_vocabulary_is_itself() -> None:
+    backend = byte_tokenizer()
+    backend.add_tokens([AddedToken(word, special=False) for word in ("<think>", "café", "a b")])
+    tokenizer = Tokenizer(backend, bos_id=None, stop_ids=[EOS])
+    assert tokenizer.encode("x<think>café") == [120, 260, 261]
+    assert tokenizer.decode([260, 261, 262]) == "<think>caféa b"
+
+
 def test_a_decoder_that_is_not_understood_is_refused() -> None:
     backend = byte_tokenizer()
     for decoder in (decoders.WordPiece(), decoders.CTC()):

@@ -33,7 +33,7 @@ from server.engine.sequence import Finished, Request, Started, Step
 
 GREEDY = SamplingParams(temperature=0.0)
 GO_ON, END = Sampled(0), Sampled(1)
-RULES = ("reserve", "peak", "optimistic", "restart")
+RULES = ("reserve", "peak", "learned", "optimistic", "restart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +178,8 @@ class Simulation:
             sequence = span.sequence
             made = span.stop - len(sequence.request.prompt) + 1
             if made > 0:
-                outcomes.append(END if made >= self.outputs[sequence.request.id] else GO_ON)
+                over = self.outputs[sequence.request.id] <= made < sequence.request.max_tokens  # else it is cut
+                outcomes.append(END if over else GO_ON)
         return outcomes
 
 

@@ -94,8 +94,10 @@ class ServeSettings(ModelSettings):
     threads: int | None = Field(
         None, ge=1, description="threads for the maths (default: the CPUs this process may use)"
     )
-    admission: Literal["peak", "reserve"] = Field(
-        "peak", description="lend by the peak of what all can come to need at any step, or reserve everyone's maximum"
+    admission: Literal["peak", "reserve", "learned"] = Field(
+        "peak",
+        description="lend by the peak of what all can come to need at any step, reserve everyone's maximum, or lend "
+        "beyond the peak what clients as a rule do not use",
     )
     bypass_limit: int = Field(4, ge=0, description="times that a waiting request may be passed by one behind it")
     queue_limit: int = Field(256, ge=1, description="requests that may wait; one more gets 429")

@@ -13,6 +13,7 @@ from model.kv_memory import KVLayout
 from server.engine.cost import StepCost
 from server.engine.ledger import BYTES, PROMPT, SEATS, KVLedger, Timetable
 from server.engine.scheduler import common_prefix
+from server.engine.usage import KNOWN, Expected, survival
 
 PAGE = 4096
 FOUR_A_PAGE = KVLayout(1, 1, 256, 64)  # K and V lane: a row is 1 KiB in each
@@ -224,3 +225,90 @@ def test_common_prefix_is_the_longest(one: list[int], other: list[int], limit: i
 
 def test_a_table_is_made_of_whole_numbers() -> None:
     assert KVLedger(FOUR_A_PAGE, 1, PAGE).timetable.limits.dtype == np.int64
+
+
+@given(st.lists(st.tuples(st.integers(0, 12), st.booleans()), min_size=1, max_size=40))
+def test_survival_is_the_product_of_the_chances_to_go_on(seen: list[tuple[int, bool]]) -> None:
+    used, by_itself = np.array([rows for rows, _ in seen]), np.array([ended for _, ended in seen])
+    plain, chance = [], 1.0
+    for length in range(13):
+        at_risk = sum(rows >= length for rows, _ in seen)
+        ended = sum(rows == length and itself for rows, itself in seen)
+        chance *= 1 - ended / at_risk if at_risk else 1.0
+        plain.append(chance)
+    assert survival(used, by_itself, 12) == pytest.approx(plain)
+
+
+def test_those_that_were_cut_or_still_run_do_not_make_answers_look_short() -> None:
+    """Half end by themselves at 100; the others were cut at 10, or have just begun."""
+    used = np.array([100] * 50 + [10] * 25 + [3] * 25)
+    by_itself = used == 100
+    chance = survival(used, by_itself, 200)
+    assert chance[99] == 1.0 and chance[100] == 0.0
+
+
+CLAIMS = st.lists(  # rows held, of these grown, still to come, steps until then
+    st.tuples(st.integers(10, 20), st.integers(0, 10), st.integers(0, 30), st.integers(0, 5)), min_size=1, max_size=5
+)
+
+
+@given(CLAIMS, st.lists(st.floats(0, 1), min_size=64, max_size=64))
+def test_expected_demand_is_no_less_than_a_plain_sum_at_any_step_of_the_grid(
+    claims: list[tuple[int, int, int, int]], hazard: list[float]
+) -> None:
+    chance = np.cumprod(1 - np.array(hazard) / 8)
+    curve = np.array([FOUR_A_PAGE.committed(rows) for rows in range(65)])
+    chance = np.append(chance, chance[-1])
+    empty = Expected(chance, curve)
+    together = empty.add(np.array(claims))
+    one_by_one = empty
+    for claim in claims:
+        one_by_one = one_by_one.add(np.array([claim]))
+    assert one_by_one.mean == pytest.approx(together.mean) and one_by_one.peak(2) == pytest.approx(together.peak(2))
+    for at in range(0, 128, Expected.GRID):
+        mean = 0.0
+        for rows, grown, left, delay in claims:
+            steps = max(0, at - delay)
+            if steps <= left:
+                mean += chance[grown + steps] / chance[grown] * curve[rows + steps]
+        assert together.mean[at // Expected.GRID] >= mean * 0.999999
+    assert together.peak(3) >= together.peak(0)
+
+
+def learning(pages: int, used: int) -> KVLedger:
+    """A ledger under the rule `learned` whose clients have all ended by themselves after `used` rows."""
+    ledger = KVLedger(FOUR_A_PAGE, 20, pages * 2 * PAGE, "learned", prompt_rows=1000)
+    for _ in range(KNOWN):
+        ledger.usage.ended(used, by_itself=True)
+    return ledger
+
+
+def test_learned_lends_beyond_the_peak_what_is_not_used_but_keeps_a_safe_order() -> None:
+    counts = {}
+    for used in (2, 60):
+        ledger = learning(30, used)
+        while lend(ledger, 8, 40) is not None:
+            ledger.check()
+        counts[used] = len(ledger.accounts)
+        assert ledger._safe()
+    # 30 pages hold two of 12 pages; if each ends within its third page, there is room until no order would be safe
+    assert counts == {2: 10, 60: 2}
+    fresh = KVLedger(FOUR_A_PAGE, 20, 30 * 2 * PAGE, "learned", prompt_rows=1000)
+    while lend(fresh, 8, 40) is not None:
+        pass
+    assert len(fresh.accounts) == 2, "without a past it lends as `peak` does"
+
+
+def test_learned_falls_back_to_the_peak_while_much_is_sat_out() -> None:
+    ledger = learning(30, 2)
+    for slot in range(10):
+        assert lend(ledger, 8, 40) == slot
+        ledger.grow(slot, 8)
+    waiting = ledger.must_wait(list(range(10)))
+    assert waiting and 0 not in waiting and len(waiting) < 10
+    for slot in range(9, 5, -1):
+        ledger.close(slot, keep=False)
+    assert lend(ledger, 8, 40) is None
+    for _ in range(int(len(waiting) / ledger.HELD)):
+        ledger.must_wait([])
+    assert lend(ledger, 8, 40) is not None

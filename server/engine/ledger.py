@@ -4,6 +4,9 @@ A `Plan` is what one sequence takes at each coming step if it uses all that it a
 full from its first step on, then one row more a step), and rows of prompt to compute. The `Timetable` is the sum of
 all plans, of those that run and of those that wait and were told a time. With D(t) its bytes at step t, nothing is lent
 unless D(t) <= pool at every t. So whoever was admitted can finish, and whoever waits gets its slot no later than told.
+
+The rule `learned` lends beyond that, as long as all can still finish one after another: it gives up the second promise,
+not the first. A sequence may then sit out a step, and a time that was told holds only if clients go on as they did.
 Torch-free.
 """
 
@@ -18,8 +21,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from model.kv_memory import KVLayout
+from server.engine.usage import Expected, Usage
 
-Rule = Literal["peak", "reserve"]
+Rule = Literal["peak", "reserve", "learned"]
 Table = NDArray[np.int64]
 
 BYTES, SEATS, PROMPT = 0, 1, 2  # the rows of a timetable
@@ -122,12 +126,18 @@ class Account:
     def lent(self) -> int:
         return max(self.rows, self.prompt)
 
+    @property
+    def grown(self) -> int:
+        return max(0, self.rows - self.prompt)
+
 
 class KVLedger:
     """Slots and bytes. A slot is free, lent to a running sequence (`accounts`), or `resident`: kept for its prefix, and
     given up, least recently used first, as soon as its seat or its bytes are wanted."""
 
     HORIZON = 2**16  # steps ahead for which a time is told
+    DEVIATIONS = 3.0  # of the expected demand, that `learned` leaves room for
+    HELD = 0.0005  # share of its sequences' steps that `learned` may let be sat out
 
     def __init__(
         self, layout: KVLayout, slots: int, budget_bytes: int, rule: Rule = "peak", prompt_rows: int = 32
@@ -144,6 +154,10 @@ class KVLedger:
         self._curve = np.array(self._bytes, np.int64)
         self._free = list(range(slots))  # a heap: the lowest free slot is lent first
         self._lent = self._kept = self._committed = 0
+        self.usage = Usage(layout.max_context)
+        self._changes = 0  # how often a slot was lent or came back
+        self._foreseen: tuple[tuple[int, int], Expected | None] = ((-1, 0), None)  # (at which step, after how many)
+        self._debt = 0.0  # steps sat out beyond that share
         self._strained = -1  # the last step at which the plans together take too much, because some had to change
 
     @property
@@ -203,7 +217,7 @@ class KVLedger:
             grown = min(prompt + begin - now, rows_max)
             cover = self._curve[grown : min(grown + plan.take.shape[1], rows_max + 1)]
             plan.take[BYTES] = self._bytes[rows_max]
-            if self.rule == "peak":
+            if self.rule != "reserve":
                 plan.take[BYTES, : len(cover)] = cover
             clash = self.timetable.clash(plan)
             if clash is None:
@@ -214,18 +228,46 @@ class KVLedger:
 
     def start(self, prompt: int, rows_max: int, booked: Plan | None) -> Plan | None:
         """A plan that begins now, booked in place of `booked`; None when it does not fit."""
-        now = self.timetable.now
-        if not self.free_slots or self.timetable.full(self._bytes[prompt], booked):
+        now, learned = self.timetable.now, self.rule == "learned"
+        if not self.free_slots or (not learned and self.timetable.full(self._bytes[prompt], booked)):
             return None
         if booked:
             self.timetable.remove(booked)
         plan = self.plan(prompt, prompt, rows_max, now)
-        if self.timetable.clash(plan) is None and (not self.strained or self._safe(newcomer=(prompt, rows_max))):
+        clash = self.timetable.clash(plan)
+        if clash is None and (not self.strained or self._safe(newcomer=(prompt, rows_max))):
+            self.timetable.add(plan)
+            return plan
+        if learned and self._expected_to_fit(plan, prompt, rows_max):
+            self._strained = max(self._strained, now if clash is None else clash)
             self.timetable.add(plan)
             return plan
         if booked:
             self.timetable.add(booked)
         return None
+
+    def _expected_to_fit(self, plan: Plan, prompt: int, rows_max: int) -> bool:
+        """`learned`: the state stays safe, few were held lately, and what clients use as a rule will fit."""
+        if self._debt > 0 or not self._safe(newcomer=(prompt, rows_max)):
+            return False
+        expected = self._expected()
+        if expected is None:
+            return False
+        newcomer = np.array([(prompt, 0, rows_max - prompt, plan.ready - plan.begin)])
+        return expected.add(newcomer).peak(self.DEVIATIONS) <= self.budget_bytes
+
+    def _expected(self) -> Expected | None:
+        """What those that run can be expected to take from now on; None while too little is known."""
+        now = self.timetable.now
+        if self._foreseen[0] != (now, self._changes):
+            accounts = self.accounts.values()
+            survival = self.usage.survival([account.grown for account in accounts])
+            expected = None
+            if survival is not None:
+                claims = [(a.lent, a.grown, a.rows_max - a.lent, max(0, a.plan.ready - now)) for a in accounts]
+                expected = Expected(survival, self._curve).add(np.array(claims, np.int64).reshape(-1, 4))
+            self._foreseen = ((now, self._changes), expected)
+        return self._foreseen[1]
 
     def clash_with_running(self, prompt: int, rows_max: int) -> tuple[str, int] | None:
         """What keeps a start out right now, of what the running sequences may come to take, and at which step.
@@ -259,7 +301,7 @@ class KVLedger:
         self.timetable.remove(account.plan)
         clash = self.timetable.clash(plan)
         if clash is not None:
-            if not force:
+            if not force and self.rule != "learned":
                 self.timetable.add(account.plan)
                 return False
             self._strained = max(self._strained, clash)
@@ -273,6 +315,7 @@ class KVLedger:
         self, owner: str, prompt: int, rows_max: int, plan: Plan, slot: int | None = None
     ) -> tuple[int, list[int]]:
         """Lends a slot under a booked plan: that resident one, or the lowest free. Also the slots given up for it."""
+        self._changes += 1
         if slot is not None:
             self._kept -= self._bytes[self.resident.pop(slot)]
         self._lent += self._bytes[prompt]
@@ -317,9 +360,11 @@ class KVLedger:
             if rows > account.prompt:
                 self._lent += bytes_[rows] - bytes_[max(before, account.prompt)]
 
-    def close(self, slot: int, keep: bool) -> None:
+    def close(self, slot: int, keep: bool, by_itself: bool = False) -> None:
         """The sequence has ended: bytes, seat and the rest of its plan are free; its rows may stay for reuse."""
         account = self.accounts.pop(slot)
+        self._changes += 1
+        self.usage.ended(account.grown, by_itself)
         self._lent -= self._bytes[account.lent]
         self._committed -= self._bytes[account.rows]
         self.timetable.remove(account.plan)
@@ -347,12 +392,14 @@ class KVLedger:
         The banker's algorithm (Dijkstra 1965): a state is safe when all can finish one after another, the smallest
         remaining need first, each from what is free and what those before it gave back.
         """
+        self._debt = max(0.0, self._debt - self.HELD * len(self.accounts))
         if not self.strained or self._safe(growing):
             return set()
         grown: list[int] = []
         for slot in growing:
             if self._safe([*grown, slot]):
                 grown.append(slot)
+        self._debt += len(growing) - len(grown)
         return set(growing) - set(grown)
 
     def _safe(self, grown: Sequence[int] = (), newcomer: tuple[int, int] = (0, 0)) -> bool:

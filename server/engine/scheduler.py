@@ -115,6 +115,9 @@ class Scheduler:
         self._expire(now)
         if self.held:
             self._extend_holds()
+        for sequence in self.running:  # before those who start take the slot of one that has just ended
+            if sequence.source is not None and self._follow(sequence):
+                self._events.append(Reused(sequence.request.id, sequence.index, sequence.cached))
         self._admit()
         spans = self._choose()
         while not spans and self._idle_until_due():
@@ -131,6 +134,7 @@ class Scheduler:
     def commit(self, step: Step, outcomes: Seq[Sampled | Exception], now: float) -> list[Event]:
         """Books what a step computed; one outcome per span that samples, in order: the token, or what went wrong."""
         if not step.spans:
+            self._put_right()
             return []
         self.cost.observe(step.rows, now - self._planned_at)
         self.ledger.timetable.tick()
@@ -145,10 +149,15 @@ class Scheduler:
             grow(sequence.slot, stop)
             if sampled:
                 self._advance(sequence, next(results), events)
-        for sequence in self._sat_out:
-            self._replan(sequence, force=True)
-        self._sat_out.clear()
+        self._put_right()
         return events
+
+    def _put_right(self) -> None:
+        """Plans those anew who sat out the step; it may have been the last for some."""
+        for sequence in self._sat_out:
+            if sequence in self.running:
+                self._replan(sequence, force=True)
+        self._sat_out.clear()
 
     def cancel(self, request_id: str, index: int | None = None) -> None:
         """Forgets a request, or one choice of it, wherever it is; its slots and bytes are free for the next plan.
@@ -343,8 +352,6 @@ class Scheduler:
         for sequence in self.running:
             if sequence.held:
                 continue
-            if sequence.source is not None and self._follow(sequence):
-                self._events.append(Reused(sequence.request.id, sequence.index, sequence.cached))
             computed, slot = sequence.computed, sequence.slot
             assert slot is not None
             if computed + 1 < len(sequence.tokens):
@@ -421,7 +428,7 @@ class Scheduler:
         # an end token is an end even where it is also the last token allowed
         reason = "stop" if token_id in request.stop_ids else "length" if generated == request.max_tokens else None
         if reason:
-            self._drop(sequence)
+            self._drop(sequence, by_itself=reason == "stop")
             events.append(Finished(request.id, sequence.index, reason))
         elif generated == 1:
             self._replan(sequence, force=False)  # its prompt may have been computed earlier than planned
@@ -436,7 +443,7 @@ class Scheduler:
         left = max(0, len(sequence.request.prompt) - sequence.computed)
         return self.ledger.replan(sequence.slot, left, force, still)
 
-    def _drop(self, sequence: Sequence, keep: bool = True) -> None:
+    def _drop(self, sequence: Sequence, keep: bool = True, by_itself: bool = False) -> None:
         siblings = self._by_id[sequence.request.id]
         siblings.remove(sequence)
         if not siblings:
@@ -453,7 +460,7 @@ class Scheduler:
         if self.decisions:
             lent = self.ledger.layout.committed(self.ledger.accounts[sequence.slot].lent)
             self.decisions.ended(sequence, lent, keep)
-        self.ledger.close(sequence.slot, keep)
+        self.ledger.close(sequence.slot, keep, by_itself)
         if sequence.slot in self.ledger.resident:
             self.resident[sequence.slot] = sequence
         else:

@@ -269,10 +269,14 @@ def document(model: type[Body], *, streams: bool = False) -> dict[str, Any]:
     """The body in the OpenAPI document; routes read it themselves, so FastAPI cannot know it."""
     schema = _inlined(model.model_json_schema())
     extra: dict[str, Any] = {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
-    if streams:
-        event = {"type": "object", "properties": {"data": {"type": "string"}}}
-        extra["responses"] = {"200": {"content": {"text/event-stream": {"schema": event}}}}
-    return extra
+    return extra | answers("text/event-stream") if streams else extra
+
+
+def answers(media_type: str) -> dict[str, Any]:
+    """What a route can answer beside JSON, in the OpenAPI document."""
+    event = {"type": "object", "properties": {"data": {"type": "string"}}}
+    schema = event if media_type == "text/event-stream" else {"type": "string"}
+    return {"responses": {"200": {"content": {media_type: {"schema": schema}}}}}
 
 
 def _inlined(schema: dict[str, Any]) -> Any:

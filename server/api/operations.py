@@ -13,6 +13,7 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from server import logs
 from server.api import sse
+from server.api.body import answers
 from server.api.pool import Picture
 from server.api.service import Service, service_of
 from server.engine.runner import Runner
@@ -77,7 +78,7 @@ def _slots(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
     return {"pool": pool, "slots": rows, "waiting": len(scheduler.waiting)}
 
 
-@router.get("/pool")
+@router.get("/pool", openapi_extra=answers("text/event-stream"))
 async def pool(request: Request) -> Response:
     """The live picture of the pool, as SSE, five times a second."""
     picture: Picture = request.app.state.picture
@@ -98,7 +99,7 @@ async def one_request(request: Request, id: str) -> JSONResponse:
     return JSONResponse(told)
 
 
-@router.get("/metrics")
+@router.get("/metrics", openapi_extra=answers("text/plain"))
 async def metrics(request: Request) -> Response:
     """The Prometheus exposition. Answers whether or not the engine does."""
     text = await asyncio.to_thread(service_of(request).metrics.text)  # the kernel's figure takes milliseconds to read

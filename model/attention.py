@@ -12,12 +12,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from model.config import ModelConfig, Rope
-from model.kernels import attend_rows
 from model.kv_pool import KVPool
 from model.linear import Linear
 
@@ -106,7 +104,7 @@ def scaled_dot_product(
     """The textbook's attention: softmax(q k^T / sqrt(D) + mask) v (Vaswani et al. 2017).
 
     q [..., T, D], k and v [..., n, D], mask [T, n]. Returns scores and weights [..., T, n] and out [..., T, D]. The
-    server computes the same in `kernels.attend_rows`; this form is for reading and is the reference.
+    server computes the same in `kernels.attend`; this form is for reading and is the reference.
     """
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1]) + mask  # [..., T, n]
     weights = scores.softmax(dim=-1)  # [..., T, n]
@@ -122,7 +120,7 @@ def attend_batch(
     scale: float,
     window: int,
 ) -> torch.Tensor:
-    """What `kernels.attend_rows` computes, in one torch call for a GPU: q [N, H, D] -> [N, H, D].
+    """What `kernels.attend` computes, in one torch call for a GPU: q [N, H, D] -> [N, H, D].
 
     kv is the pool's tensor; the rows of one sequence lie together in the batch. Sequences are padded to the longest.
     """
@@ -155,7 +153,7 @@ class Attention:
         k_norm: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self.heads, self.kv_heads, self.dim = config.num_heads, config.num_kv_heads, config.head_dim
-        self.scale = np.float32(1.0 / math.sqrt(config.head_dim))
+        self.scale = 1.0 / math.sqrt(config.head_dim)
         self.window = config.window(layer) or config.max_context
         self.layer = layer
         self.qkv = qkv
@@ -168,32 +166,19 @@ class Attention:
     ) -> torch.Tensor:
         """x [M, E] -> [M, E]; writes K and V of the batch's N rows to the pool. cos, sin [N, D/2]."""
         rows = batch.slots.shape[0]
-        q, k, v = self.project(x)
-        q, k, v = q[:rows], k[:rows], v[:rows]  # [N, H, D], [N, K, D], [N, K, D]
-        if self.q_norm and self.k_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        q = rotate(q, cos, sin)
-        k = rotate(k, cos, sin)  # once, at its own position, before it is written
-        pool.write(self.layer, batch.slots, batch.positions, k, v)
-        mixed = x.new_zeros(x.shape[0], self.heads, self.dim)  # [M, H, D]
-        if pool.array is None:
-            where = batch.slots, batch.positions, self.layer
-            mixed[:rows] = attend_batch(q, pool.kv, *where, float(self.scale), self.window)
-        else:
-            attend_rows(
-                q.contiguous().numpy(),
-                pool.array,
-                batch.slots.numpy(),
-                batch.positions.numpy(),
-                self.layer,
-                self.scale,
-                self.window,
-                mixed[:rows].numpy(),
-            )
-        return self.out(mixed.view(x.shape[0], -1))  # [M, E]
+        q, k, v = self.project(x)  # [M, H, D], [M, K, D], [M, K, D]
+        q = rotate(q[:rows], cos, sin)
+        k = rotate(k[:rows], cos, sin)  # once, at its own position, before it is written
+        pool.write(self.layer, batch.slots, batch.positions, k, v[:rows])
+        padded = x.new_zeros(x.shape[0], self.heads, self.dim)  # [M, H, D]
+        where = batch.slots, batch.positions, self.layer
+        padded[:rows] = attend_batch(q, pool.kv, *where, self.scale, self.window)
+        return self.out(padded.view(x.shape[0], -1))  # [M, E]
 
     def project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """x [M, E] -> q [M, H, D], k [M, K, D], v [M, K, D], from one product."""
+        """x [M, E] -> q [M, H, D], k [M, K, D], v [M, K, D], from one product; not yet rotated."""
         qkv = self.qkv(x).view(x.shape[0], -1, self.dim)  # [M, H + 2K, D]
         q, k, v = qkv.split((self.heads, self.kv_heads, self.kv_heads), dim=1)
+        if self.q_norm and self.k_norm:
+            q, k = self.q_norm(q.contiguous()), self.k_norm(k.contiguous())
         return q, k, v

@@ -21,7 +21,7 @@ TOY = Path(__file__).parent / "toy"
 log = logging.getLogger("tokenteller.model")
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-Storage = Literal["fp32", "fp16", "bf16"]
+Storage = Literal["fp32", "fp16", "bf16", "int8"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -111,30 +111,30 @@ class ModelConfig:
     @property
     def num_parameters(self) -> int:
         """Weights of the whole model, the head counted once when it is tied to the embedding."""
-        head = 0 if self.tied_embeddings else self.vocab_size * self.width
         products = sum(count * rows * columns for rows, columns, count in self._products())
-        return products + head + self._embedded() + self._vectors()
+        return products + self._embedded() + self._vectors()
 
-    def weight_bytes(self, storage: Storage, packed: bool = False) -> int:
+    def weight_bytes(self, storage: Storage) -> int:
         """Bytes the weights take as served: matrices as stored, norms and biases in fp32.
 
-        `packed` is fp16 on the CPU: FBGEMM fills up the columns of each product to a multiple of 512, and a tied head
-        stands there once more, beside the embedding.
+        A tied head is its embedding too. int8 has a scale in fp32 for each group of 64 inputs, and an embedding that
+        is not tied in fp16.
         """
-        head = (self.vocab_size, self.width, 0 if self.tied_embeddings and not packed else 1)
-        columns_of = (lambda columns: -(-columns // 512) * 512) if packed else (lambda columns: columns)
-        products = sum(count * rows * columns_of(columns) for rows, columns, count in (*self._products(), head))
-        return (products + self._embedded()) * (4 if storage == "fp32" else 2) + 4 * self._vectors()
+        rest = self._embedded() * (4 if storage == "fp32" else 2) + 4 * self._vectors()
+        bytes_of = {"fp32": lambda n: 4 * n, "int8": lambda n: n + 4 * -(-n // 64)}.get(storage, lambda n: 2 * n)
+        return rest + sum(count * rows * bytes_of(columns) for rows, columns, count in self._products())
 
     def _products(self) -> tuple[tuple[int, int, int], ...]:
-        """Rows, columns and count of the layers' matrices, q, k and v in one, and gate and up."""
+        """Rows, columns and count of the matrices: the layers', with q, k and v in one, and gate and up; the head."""
         e, h, k, d, m = self.width, self.num_heads, self.num_kv_heads, self.head_dim, self.mlp_width
         shapes = ((h + 2 * k) * d, e), (e, h * d), ((2 if self.gated_mlp else 1) * m, e), (e, m)
-        return tuple((rows, columns, self.num_layers) for rows, columns in shapes)
+        layers = tuple((rows, columns, self.num_layers) for rows, columns in shapes)
+        return *layers, (self.vocab_size, e, 1)
 
     def _embedded(self) -> int:
-        """Numbers in the embeddings of tokens and, where they are learned, positions."""
-        return (self.vocab_size + (0 if self.rope else self.max_context)) * self.width
+        """Numbers in the embeddings of tokens, if not the head's, and of positions, where they are learned."""
+        tokens = 0 if self.tied_embeddings else self.vocab_size
+        return (tokens + (0 if self.rope else self.max_context)) * self.width
 
     def _vectors(self) -> int:
         """Numbers in norms and biases."""

@@ -1,5 +1,8 @@
 """The decoder: embedding, pre-norm blocks of attention and MLP, head. No state of its own.
 
+The blocks here say in tensors what is computed, and compute it on a GPU; on the CPU the same is one
+call of `kernels.block` each.
+
 One class for every family: what differs between Llama, Mistral, Qwen and GPT-2 is in ModelConfig.
 """
 
@@ -9,16 +12,18 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
+from model import kernels
 from model.attention import Attention, Batch, rope_table
 from model.config import Activation, ModelConfig, Storage
 from model.kv_pool import KVPool
 from model.linear import DTYPES, Linear, find_safe_rows
 
 log = logging.getLogger("tokenteller.model")
-Norm = Callable[[torch.Tensor], torch.Tensor]
 
 _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": F.silu,
@@ -35,6 +40,16 @@ class WeightError(ValueError):
         super().__init__(f"tensor {tensor!r} {problem}")
         self.tensor = tensor
         self.problem = problem
+
+
+class Embedding:
+    """Rows of a table, in fp32."""
+
+    def __init__(self, table: torch.Tensor) -> None:
+        self.table = table
+
+    def __call__(self, ids: torch.Tensor) -> torch.Tensor:
+        return self.table[ids].float()
 
 
 class RMSNorm:
@@ -58,6 +73,9 @@ class LayerNorm:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+Norm = RMSNorm | LayerNorm
 
 
 class MLP:
@@ -110,9 +128,9 @@ class Decoder:
         """
         take = _Weights(config, weights, storage, device)
         self.config = config
+        self.storage = storage
         self.device = torch.device(device)
-        self.embedding = take.matrix("model.embed_tokens.weight", config.vocab_size, config.width)  # [vocab, E]
-        self.head = take.head(self.embedding)
+        self.embed, self.head = take.ends()
         self.positions: torch.Tensor | None = None
         if config.rope is None:
             self.positions = take.matrix("model.embed_positions.weight", config.max_context, config.width)
@@ -122,12 +140,22 @@ class Decoder:
         self.blocks = [take.block(layer) for layer in range(config.num_layers)]
         self.norm = take.norm("model.norm", config.width)
         take.finish()
+        if device == "cpu":
+            self._model = self._compiled_model()
+            self._layers = tuple(map(self._compiled_layer, self.blocks))
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: KVPool) -> torch.Tensor:
         """One step: reads and writes the pool, returns logits [S, vocab] of the sample rows, in fp32 on the CPU."""
         batch = batch.to(self.device)
-        x = self.embedding[batch.tokens].float()  # [M, E]
+        if self.device.type == "cpu" and pool.flat is not None:
+            return self._forward_compiled(batch, pool)
+        return self.forward_in_torch(batch, pool)
+
+    @torch.inference_mode()
+    def forward_in_torch(self, batch: Batch, pool: KVPool) -> torch.Tensor:
+        """The step as plain tensor code: what a GPU runs, and what the compiled step is tested against."""
+        x = self.embed(batch.tokens)  # [M, E]
         if self.positions is not None:
             x[: batch.positions.shape[0]] += self.positions[batch.positions].float()
         cos, sin = self.cos[batch.positions], self.sin[batch.positions]  # [N, D/2] each
@@ -135,10 +163,61 @@ class Decoder:
             x = block(x, batch, pool, cos, sin)
         return self.head(self.norm(x[batch.sample_rows])).cpu()  # [S, vocab]
 
+    def _forward_compiled(self, batch: Batch, pool: KVPool) -> torch.Tensor:
+        """The same step in one call of compiled code, each row alone (`kernels.block`)."""
+        c, rows = self.config, len(batch.tokens)
+        x = self.embed(batch.tokens)  # [N, E]
+        if self.positions is not None:
+            x += self.positions[batch.positions].float()
+        across = x.numpy()
+        turns = self.cos[batch.positions].numpy(), self.sin[batch.positions].numpy()  # [N, D/2] each
+        slots, positions = batch.slots.numpy(), batch.positions.numpy()
+        room = kernels.Buffers(
+            np.empty((rows, c.width), np.float32),
+            np.empty((rows, c.num_heads + 2 * c.num_kv_heads, c.head_dim), np.float32),
+            np.empty((rows, c.num_heads, c.head_dim), np.float32),
+            np.empty((rows, c.num_heads, c.head_dim), np.float32),
+            np.empty((rows, (2 if c.gated_mlp else 1) * c.mlp_width), np.float32),
+            np.empty((rows, c.mlp_width), np.float32),
+        )
+        for at, layer in enumerate(self._layers):
+            kernels.block(across, at, layer, self._model, room, turns, pool.flat, pool.lane, slots, positions)
+        if not len(batch.sample_rows):
+            return torch.empty(0, c.vocab_size)
+        return torch.from_numpy(kernels.logits(across, self._model, batch.sample_rows.numpy()))
+
+    def _compiled_model(self) -> kernels.Model:
+        c = self.config
+        return kernels.Model(
+            c.num_layers,
+            c.num_heads,
+            c.num_kv_heads,
+            kernels.ACTIVATIONS[c.activation],
+            c.gated_mlp,
+            c.vocab_size,
+            np.float32(c.norm_eps),
+            *_vectors(self.norm),
+            _panels(self.head),
+        )
+
+    def _compiled_layer(self, block: Block) -> kernels.Layer:
+        attention, mlp = block.attention, block.mlp
+        return kernels.Layer(
+            *_vectors(block.attention_norm),
+            _panels(attention.qkv),
+            _vectors(attention.q_norm)[0],
+            _vectors(attention.k_norm)[0],
+            _panels(attention.out),
+            *_vectors(block.mlp_norm),
+            _panels(mlp.up),
+            _panels(mlp.down),
+            attention.window,
+        )
+
     @property
     def kv_dtype(self) -> torch.dtype:
         """What K and V are kept in: fp32 on the CPU, on a GPU as the weights."""
-        return torch.float32 if self.device.type == "cpu" else self.embedding.dtype
+        return torch.float32 if self.device.type == "cpu" else DTYPES[self.storage]
 
     def linears(self) -> Iterator[Linear]:
         for block in self.blocks:
@@ -146,9 +225,23 @@ class Decoder:
         yield self.head
 
     def safe_rows(self, max_rows: int) -> tuple[int, ...]:
-        """Row counts to which a step is padded so that a row's bits never depend on its neighbours."""
+        """Row counts to which a step is padded so that a row's bits never depend on its neighbours; empty: any."""
+        if self.device.type == "cpu":
+            return ()
         with torch.inference_mode():
             return find_safe_rows(self.linears(), max_rows)
+
+
+def _vectors(norm: Callable[[torch.Tensor], torch.Tensor] | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """A norm's weight and bias as arrays, empty where there is none."""
+    parts = (getattr(norm, "weight", None), getattr(norm, "bias", None))
+    weight, bias = (np.empty(0, np.float32) if part is None else part.numpy() for part in parts)
+    return weight, bias
+
+
+def _panels(linear: Linear) -> kernels.Panels:
+    assert linear.panels is not None
+    return linear.panels
 
 
 class _Weights:
@@ -169,7 +262,7 @@ class _Weights:
             raise WeightError(name, f"has shape {list(tensor.shape)}; the config asks for {list(shape)}")
         if not tensor.dtype.is_floating_point:
             raise WeightError(name, f"holds {tensor.dtype}; weights are floating-point numbers")
-        if self.storage == "fp16" and tensor.ndim > 1 and tensor.dtype != torch.float16:
+        if self.storage in ("fp16", "int8") and tensor.ndim > 1 and tensor.dtype != torch.float16:
             least, most = (float(value) for value in torch.aminmax(tensor))
             if max(-least, most) > torch.finfo(torch.float16).max:
                 raise WeightError(name, f"holds {max(-least, most):g}, beyond fp16's 65,504; use --weights fp32")
@@ -199,16 +292,22 @@ class _Weights:
         biases = [self.vector(f"{name}.bias", rows) for name, rows in parts.items()] if bias else []
         return Linear(torch.cat(weights), self.storage, torch.cat(biases) if biases else None, self.device)
 
-    def head(self, embedding: torch.Tensor) -> Linear:
-        """The output head. A file may carry a tied head again; if it is another matrix, the file is believed."""
-        name, shape = "lm_head.weight", (self.config.vocab_size, self.config.width)
-        if not self.config.tied_embeddings:
-            return Linear(self.matrix(name, *shape), self.storage, None, self.device)
-        own = self.matrix(name, *shape) if name in self.tensors else None
-        if own is None or torch.equal(own, embedding):
-            return Linear(embedding, self.storage, None, self.device)
-        log.warning("tensor %r differs from the embedding that the config ties it to; it is used", name)
-        return Linear(own, self.storage, None, self.device)
+    def ends(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], Linear]:
+        """The embedding, ids [M] -> [M, E], and the output head; tied, they are one matrix.
+
+        A file may carry a tied head again; if it is another matrix, the file is believed.
+        """
+        first, last = "model.embed_tokens.weight", "lm_head.weight"
+        shape = (self.config.vocab_size, self.config.width)
+        embedding = self.tensor(first, *shape)
+        own = None if self.config.tied_embeddings and last not in self.tensors else self.tensor(last, *shape)
+        if own is None or (self.config.tied_embeddings and torch.equal(own, embedding)):
+            head = Linear(embedding, self.storage, None, self.device)
+            return head.rows, head
+        if self.config.tied_embeddings:
+            log.warning("tensor %r differs from the embedding that the config ties it to; it is used", last)
+        table = Embedding(embedding.to(self.device, DTYPES[self.storage], copy=True))
+        return table, Linear(own, self.storage, None, self.device)
 
     def block(self, layer: int) -> Block:
         c, at = self.config, f"model.layers.{layer}"

@@ -62,7 +62,7 @@ def explain_attention(decoder: Decoder, ids: list[int], pool: KVPool) -> None:
     block, rows = decoder.blocks[0], len(ids)
     attention, config = block.attention, decoder.config
     cos, sin = decoder.cos[:rows], decoder.sin[:rows]
-    x = decoder.embedding[torch.tensor(ids)].float()  # [N, E]
+    x = decoder.embed(torch.tensor(ids))  # [N, E]
     show("x", x, "the tokens' embeddings, one row each")
     normed = block.attention_norm(x)  # [N, E]
     show("norm(x)", normed, "each row divided by its root mean square, times a learned weight")
@@ -152,7 +152,7 @@ def with_concatenated_cache(decoder: Decoder, tokens: int) -> list[float]:
     def step(ids: list[int]) -> torch.Tensor:
         at = len(ids) - 1
         cos, sin = decoder.cos[at : at + 1], decoder.sin[at : at + 1]
-        x = decoder.embedding[torch.tensor(ids[-1:])].float()  # [1, E]
+        x = decoder.embed(torch.tensor(ids[-1:]))  # [1, E]
         for layer, block in enumerate(decoder.blocks):
             q, k, v = block.attention.project(block.attention_norm(x))
             row = torch.stack((rotate(k, cos, sin), v)).transpose(1, 2)  # [2, K, 1, D]

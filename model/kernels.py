@@ -1,100 +1,550 @@
-"""Loops compiled by numba for the CPU. Each output row is computed alone, so its bits depend on no other row.
+"""What the CPU computes, compiled by numba: matrix products, attention, norms, activations, and a whole block of them.
 
-Compiled once and kept on disk beside this file, or under NUMBA_CACHE_DIR; `python -m model.kernels` does it beforehand.
+Each row is computed alone, so its bits depend on no other row, on no thread, and not on how many rows there are.
+
+A product's weight lies in panels of PANEL outputs: what a panel has for one input lies together and fills vector
+registers. The innermost loop keeps the sums of some rows x PANEL outputs in registers and goes through the inputs once,
+in their order: each output is one chain of fused multiply-adds, however wide the registers are. A compiler does not
+find that loop by itself, so it is written as LLVM code (`tile`, `_dots`).
+
+fp32, fp16 and bf16 weights are used as they are. int8 rounds weights and activations to 8 bits, in groups of GROUP
+inputs with a scale each (Q8_0 of llama.cpp does the same): sums within a group are integers, exact in any order, and
+the groups are one chain again.
+
+Compiled on first use and kept on disk beside this file, or under NUMBA_CACHE_DIR. All that is compiled is in this file,
+since numba looks at no other to see whether what it kept is out of date.
 """
 
 from __future__ import annotations
 
+import math
+from typing import Any, NamedTuple
+
+import llvmlite.binding as llvm
 import numpy as np
-from numba import njit, prange
+from llvmlite import ir
+from numba import njit, prange, types
+from numba.core import cgutils
+from numba.extending import intrinsic, overload
+from numpy.typing import NDArray
+
+from model.config import Activation
+
+Floats = NDArray[np.float32]
+
+
+class Panels(NamedTuple):
+    """A weight [out, in] in panels, filled up with zeros to whole panels and, of int8, to whole groups."""
+
+    numbers: NDArray[Any]  # [P, in, PANEL], of int8 [P, in / DEPTH, PANEL, DEPTH]
+    scales: Floats  # of int8: [P, G, PANEL]; else empty
+    bias: Floats  # [out], or empty
+
+
+_FEATURES = llvm.get_host_cpu_features()
+_WIDE = bool(_FEATURES.get("avx512f"))
+LANES = 16 if _WIDE else 8  # fp32 numbers in a register
+PANEL = 2 * LANES  # outputs that are computed together
+GROUP = 64  # inputs that share a scale in int8
+# bytes that one instruction multiplies and adds up: 4 with VNNI, 2 (as 16 bits) with AVX2, else one by one
+DEPTH = 4 if _FEATURES.get("avx512vnni") else 2 if _FEATURES.get("avx2") else 1
+
+# rows of a tile: 32 or 16 registers hold the sums of no more; int8 has sums of a group beside those of all groups
+TILE = 8 if _WIDE else 6
+_TILE8 = 6 if _WIDE else 3
+_BLOCK = 8  # neighbouring rows of one sequence that a thread attends to; fewer rows are not worth sharing out
+_MANY = 16  # from so many rows on a panel of 16 bits is turned into fp32 first
+
+_F32, _F16, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.HalfType(), *map(ir.IntType, (8, 16, 32, 64))
+_FLOATS, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
+_COLUMNS = range(0, PANEL, LANES)
+_ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
+
+
+def _data(context, builder, type_, array):  # type: ignore[no-untyped-def]
+    """The address of an array's first element."""
+    return context.make_array(type_)(context, builder, array).data
+
+
+def _load(builder, base, index, vector):  # type: ignore[no-untyped-def]
+    place = builder.bitcast(builder.gep(base, [index]), vector.as_pointer())
+    return builder.load(place, align=1)
+
+
+def _store(builder, value, base, index):  # type: ignore[no-untyped-def]
+    builder.store(value, builder.bitcast(builder.gep(base, [index]), value.type.as_pointer()), align=1)
+
+
+def _splat(builder, value):  # type: ignore[no-untyped-def]
+    none = ir.Constant(ir.VectorType(value.type, LANES), ir.Undefined)
+    first = builder.insert_element(none, value, _I32(0))
+    return builder.shuffle_vector(first, none, ir.Constant(_INTS, [0] * LANES))
+
+
+def _call(builder, name, result, *args):  # type: ignore[no-untyped-def]
+    kind = ir.FunctionType(result, [arg.type for arg in args])
+    return builder.call(cgutils.get_or_insert_function(builder.module, kind, name), args)
+
+
+def _chain(builder, a, b, before):  # type: ignore[no-untyped-def]
+    """before + a x b, rounded once."""
+    return _call(builder, f"llvm.fma.v{LANES}f32", _FLOATS, a, b, before)
+
+
+def _widened(builder, dtype, base, index):  # type: ignore[no-untyped-def]
+    """LANES weights of 32 or 16 bits as fp32."""
+    if dtype == types.float32:
+        return _load(builder, base, index, _FLOATS)
+    if dtype == types.uint16:  # the bits of fp16
+        base = builder.bitcast(base, _F16.as_pointer())
+        return builder.fpext(_load(builder, base, index, ir.VectorType(_F16, LANES)), _FLOATS)
+    high = builder.zext(_load(builder, base, index, ir.VectorType(_I16, LANES)), _INTS)  # the bits of bf16
+    return builder.bitcast(builder.shl(high, ir.Constant(_INTS, [16] * LANES)), _FLOATS)
+
+
+class _Loop:
+    """for at in range(length), with values that are carried from round to round."""
+
+    def __init__(self, builder, length, carried):  # type: ignore[no-untyped-def]
+        self.builder, self.length, self.before = builder, length, builder.block
+        self.body = builder.append_basic_block()
+        builder.branch(self.body)
+        builder.position_at_end(self.body)
+        self.at = builder.phi(_I64)
+        self.at.add_incoming(_I64(0), self.before)
+        self.carried = [builder.phi(value.type) for value in carried]
+        for phi, value in zip(self.carried, carried, strict=True):
+            phi.add_incoming(value, self.before)
+
+    def end(self, carried):  # type: ignore[no-untyped-def]
+        """Closes the loop; the values after its last round are `carried`."""
+        builder, last = self.builder, self.builder.block
+        step = builder.add(self.at, _I64(1))
+        self.at.add_incoming(step, last)
+        for phi, value in zip(self.carried, carried, strict=True):
+            phi.add_incoming(value, last)
+        after = builder.append_basic_block()
+        builder.cbranch(builder.icmp_signed("<", step, self.length), self.body, after)
+        builder.position_at_end(after)
+
+
+@intrinsic(prefer_literal=True)
+def tile(typing, rows, x, x_at, x_stride, y, y_at, y_stride, length, sums):  # type: ignore[no-untyped-def]
+    """sums [rows, PANEL] = x [rows, length] . y [length, PANEL], each sum a chain; `rows` is a literal.
+
+    x begins at element x_at of an array in fp32 and its rows are x_stride apart; y is fp32, or the bits of fp16 in
+    uint16 or of bf16 in int16.
+    """
+
+    def build(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        _, x_array, x_at, x_stride, y_array, y_at, y_stride, length, out = args
+        y_base = builder.gep(_data(context, builder, y, y_array), [y_at])
+        x_base = builder.gep(_data(context, builder, x, x_array), [x_at])
+        lines = [builder.gep(x_base, [builder.mul(x_stride, _I64(row))]) for row in range(rows.literal_value)]
+        loop = _Loop(builder, length, [_ZERO] * (len(lines) * len(_COLUMNS)))
+        place = builder.mul(loop.at, y_stride)
+        weights = [_widened(builder, y.dtype, y_base, builder.add(place, _I64(column))) for column in _COLUMNS]
+        chains = iter(loop.carried)
+        longer = []
+        for line in lines:
+            value = _splat(builder, builder.load(builder.gep(line, [loop.at])))
+            longer += [_chain(builder, value, weight, next(chains)) for weight in weights]
+        loop.end(longer)
+        for n, total in enumerate(longer):
+            _store(builder, total, _data(context, builder, sums, out), _I64(n * LANES))
+        return context.get_dummy_value()
+
+    return types.void(rows, x, types.intp, types.intp, y, types.intp, types.intp, types.intp, sums), build
+
+
+@intrinsic
+def _widen(typing, panels, panel, wide):  # type: ignore[no-untyped-def]
+    """wide [in * PANEL] = panels [panel] as fp32."""
+
+    def build(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        shape = context.make_array(panels)(context, builder, args[0]).shape
+        size = builder.mul(builder.extract_value(shape, 1), _I64(PANEL))
+        base = builder.gep(_data(context, builder, panels, args[0]), [builder.mul(args[1], size)])
+        loop = _Loop(builder, builder.udiv(size, _I64(LANES)), [])
+        place = builder.mul(loop.at, _I64(LANES))
+        _store(
+            builder,
+            _widened(builder, panels.dtype, base, place),
+            _data(context, builder, wide, args[2]),
+            place,
+        )
+        loop.end([])
+        return context.get_dummy_value()
+
+    return types.void(panels, panel, wide), build
+
+
+@njit(nogil=True)
+def tiles(rows, x, x_at, x_stride, y, y_at, y_stride, length, sums):  # type: ignore[no-untyped-def]
+    """Fills `sums` for as many of the `rows` that are left as make a tile; returns how many."""
+    if rows >= TILE:
+        tile(TILE, x, x_at, x_stride, y, y_at, y_stride, length, sums)
+        return TILE
+    if rows >= 4:
+        tile(4, x, x_at, x_stride, y, y_at, y_stride, length, sums)
+        return 4
+    if rows >= 2:
+        tile(2, x, x_at, x_stride, y, y_at, y_stride, length, sums)
+        return 2
+    tile(1, x, x_at, x_stride, y, y_at, y_stride, length, sums)
+    return 1
+
+
+@njit(nogil=True)
+def _put(sums, at, count, panel, bias, out, add):  # type: ignore[no-untyped-def]
+    """Finished sums of `count` rows from `at` on, with bias, into out, or added to what stands there."""
+    first = panel * PANEL
+    columns = min(PANEL, out.shape[1] - first)
+    for row in range(count):
+        if len(bias):
+            for column in range(columns):
+                sums[row, column] += bias[first + column]
+        if add:
+            for column in range(columns):
+                out[at + row, first + column] += sums[row, column]
+        else:
+            for column in range(columns):
+                out[at + row, first + column] = sums[row, column]
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def _multiply_floats(x, panels, bias, out, add):  # type: ignore[no-untyped-def]
+    """out [N, out] = x [N, in] . panels + bias; panels [P, in, PANEL] in fp32, or bits: fp16's uint16, bf16's int16."""
+    rows, inputs = x.shape
+    many = rows >= _MANY and panels.itemsize == 2
+    for panel in prange(panels.shape[0]):
+        sums = np.empty((TILE, PANEL), np.float32)
+        wide = np.empty(inputs * PANEL if many else 0, np.float32)
+        if many:
+            _widen(panels, panel, wide)
+        at = 0
+        while at < rows:
+            left, first = rows - at, at * inputs
+            if many:
+                count = tiles(left, x, first, inputs, wide, 0, PANEL, inputs, sums)
+            else:
+                count = tiles(left, x, first, inputs, panels, panel * inputs * PANEL, PANEL, inputs, sums)
+            _put(sums, at, count, panel, bias, out, add)
+            at += count
+
+
+# int8
+
+
+def _dot(builder, depth, weights, values, before):  # type: ignore[no-untyped-def]
+    """before + weights . values for LANES outputs: `depth` bytes of each in one 32-bit place of the other operand."""
+    if depth == 4:
+        return _call(builder, "llvm.x86.avx512.vpdpbusd.512", _INTS, before, weights, values)
+    if depth == 2:
+        name = "llvm.x86.avx512.pmaddw.d.512" if _WIDE else "llvm.x86.avx2.pmadd.wd"
+        pairs = ir.VectorType(_I16, 2 * LANES)
+        return builder.add(before, _call(builder, name, _INTS, weights, builder.bitcast(values, pairs)))
+    return builder.add(before, builder.mul(weights, values))
+
+
+def _bytes(builder, depth, base, index):  # type: ignore[no-untyped-def]
+    """`depth` weights of LANES outputs each, as _dot wants them: unsigned bytes, 16-bit pairs or 32-bit numbers."""
+    if depth == 4:
+        return _load(builder, base, index, _INTS)
+    kind = ir.VectorType(_I16, 2 * LANES) if depth == 2 else _INTS
+    return builder.sext(_load(builder, base, index, ir.VectorType(_I8, depth * LANES)), kind)
+
+
+@intrinsic(prefer_literal=True)
+def _dots(typing, rows, values, at, scales, starts, panels, panel, weight_scales, sums):  # type: ignore[no-untyped-def]
+    """sums [rows, PANEL] = the groups' integer sums x their two scales, one chain over the groups; rows: a literal.
+
+    values [N, in] 8-, 16- or 32-bit for a depth of 4, 2 or 1, scales and starts [N, G], panels [P, in / depth, PANEL,
+    depth] bytes, weight_scales [P, G, PANEL]. A group's sum begins at its start.
+    """
+    depth = 32 // values.dtype.bitwidth
+
+    def build(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        groups = builder.extract_value(context.make_array(scales)(context, builder, args[3]).shape, 1)
+        size = builder.mul(groups, _I64(GROUP * PANEL))
+        base = builder.gep(_data(context, builder, panels, args[5]), [builder.mul(args[6], size)])
+        width = builder.mul(groups, _I64(PANEL))
+        ours = builder.gep(_data(context, builder, weight_scales, args[7]), [builder.mul(args[6], width)])
+        words = builder.bitcast(_data(context, builder, values, args[1]), _I32.as_pointer())
+        first_scale = _data(context, builder, scales, args[3])
+        first_start = _data(context, builder, starts, args[4])
+        count = rows.literal_value
+        loop = _Loop(builder, groups, [_ZERO] * (count * len(_COLUMNS)))
+        places = [
+            builder.add(builder.mul(builder.add(args[2], _I64(row)), groups), loop.at) for row in range(count)
+        ]  # of each row's group in scales and starts
+        lines = [builder.gep(words, [builder.mul(place, _I64(GROUP // depth))]) for place in places]
+        begins = [_splat(builder, builder.load(builder.gep(first_start, [place]))) for place in places]
+        group = builder.gep(base, [builder.mul(loop.at, _I64(GROUP * PANEL))])
+        inner = _Loop(builder, _I64(GROUP // depth), [begin for begin in begins for _ in _COLUMNS])
+        place = builder.mul(inner.at, _I64(PANEL * depth))
+        weights = [_bytes(builder, depth, group, builder.add(place, _I64(column * depth))) for column in _COLUMNS]
+        chains = iter(inner.carried)
+        sums_of_group = []
+        for line in lines:
+            value = _splat(builder, builder.load(builder.gep(line, [inner.at])))
+            sums_of_group += [_dot(builder, depth, weight, value, next(chains)) for weight in weights]
+        inner.end(sums_of_group)
+        place = builder.mul(loop.at, _I64(PANEL))
+        weights = [_load(builder, ours, builder.add(place, _I64(column)), _FLOATS) for column in _COLUMNS]
+        totals, chains = iter(loop.carried), iter(sums_of_group)
+        longer = []
+        for place in places:
+            scale = _splat(builder, builder.load(builder.gep(first_scale, [place])))
+            for weight in weights:
+                both = builder.fmul(scale, weight)
+                longer.append(_chain(builder, builder.sitofp(next(chains), _FLOATS), both, next(totals)))
+        loop.end(longer)
+        out = _data(context, builder, sums, args[8])
+        for n, total in enumerate(longer):
+            _store(builder, total, out, _I64(n * LANES))
+        return context.get_dummy_value()
+
+    return types.void(rows, values, at, scales, starts, panels, panel, weight_scales, sums), build
+
+
+@njit(nogil=True)
+def _rows8(at, values, scales, starts, panels, panel, weight_scales, sums):  # type: ignore[no-untyped-def]
+    left = values.shape[0] - at
+    if left >= _TILE8:
+        _dots(_TILE8, values, at, scales, starts, panels, panel, weight_scales, sums)
+        return _TILE8
+    if left >= 4:
+        _dots(4, values, at, scales, starts, panels, panel, weight_scales, sums)
+        return 4
+    if left >= 2:
+        _dots(2, values, at, scales, starts, panels, panel, weight_scales, sums)
+        return 2
+    _dots(1, values, at, scales, starts, panels, panel, weight_scales, sums)
+    return 1
+
+
+_VALUE = {4: np.int8, 2: np.int16, 1: np.int32}[DEPTH]
+_ROUND = np.float32(12582912.0)  # 1.5 x 2^23: adding and taking it away rounds to the nearest integer
+_ABS = np.int32(0x7FFFFFFF)
+
+
+@njit(nogil=True)
+def _quantise(x, values, scales, starts):  # type: ignore[no-untyped-def]
+    block = np.zeros(GROUP, np.float32)
+    bits = block.view(np.int32)
+    shift = np.int32(-128 if values.itemsize == 1 else 0)
+    for group in range(len(scales)):
+        first = group * GROUP
+        count = min(GROUP, len(x) - first)
+        block[count:] = np.float32(0.0)
+        for n in range(count):
+            block[n] = x[first + n]
+        most = np.int32(0)
+        for n in range(GROUP):
+            most = max(most, bits[n] & _ABS)
+        largest = np.int32(most).view(np.float32)
+        inverse = np.float32(127.0) / largest if largest > 0 else np.float32(0.0)
+        total = np.int32(0)
+        for n in range(GROUP):
+            value = np.int32((block[n] * inverse + _ROUND) - _ROUND)
+            values[first + n] = value
+            total += value
+        scales[group] = largest / np.float32(127.0)
+        starts[group] = shift * total
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def quantise(x, values, scales, starts):  # type: ignore[no-untyped-def]
+    """x [N, in] -> values [N, G * GROUP] in -127..127, scales [N, G], starts [N, G].
+
+    A start is what a group's sum begins at: 0, or with bytes as values -128 x their sum, since weights are shifted by
+    128 to be unsigned there. A group with NaN or infinity has a scale that is none either. (The bits of floats without
+    sign sort like the floats.)
+    """
+    if len(x) < _BLOCK:
+        for n in range(len(x)):
+            _quantise(x[n], values[n], scales[n], starts[n])
+    else:
+        for n in prange(len(x)):
+            _quantise(x[n], values[n], scales[n], starts[n])
+
+
+@njit(parallel=True, nogil=True, cache=True)
+def multiply_quantised(values, scales, starts, panels, weight_scales, bias, out, add):  # type: ignore[no-untyped-def]
+    """What `quantise` made of x, times int8 panels [P, in / depth, PANEL, depth] with scales [P, G, PANEL]."""
+    rows = len(values)
+    for panel in prange(panels.shape[0]):
+        sums = np.empty((_TILE8, PANEL), np.float32)
+        at = 0
+        while at < rows:
+            count = _rows8(at, values, scales, starts, panels, panel, weight_scales, sums)
+            _put(sums, at, count, panel, bias, out, add)
+            at += count
+
+
+@njit(nogil=True, cache=True)
+def _multiply_bytes(x, panels, weight_scales, bias, out, add):  # type: ignore[no-untyped-def]
+    rows, groups = x.shape[0], weight_scales.shape[1]
+    values = np.empty((rows, groups * GROUP), _VALUE)
+    scales = np.empty((rows, groups), np.float32)
+    starts = np.empty((rows, groups), np.int32)
+    quantise(x, values, scales, starts)
+    multiply_quantised(values, scales, starts, panels, weight_scales, bias, out, add)
+
+
+@njit(nogil=True, cache=True)
+def multiply(x, weight, out, add):  # type: ignore[no-untyped-def]
+    """out [N, out] = x [N, in] @ weight.T + bias, or added to it; weight: Panels."""
+    _multiply(x, weight, out, add)
+
+
+def _multiply(x, weight, out, add):  # type: ignore[no-untyped-def]
+    raise NotImplementedError("compiled code only")
+
+
+@overload(_multiply)
+def _by_kind(x, weight, out, add):  # type: ignore[no-untyped-def]
+    if weight.types[0].dtype in (types.uint8, types.int8):
+        return lambda x, weight, out, add: _multiply_bytes(x, weight[0], weight[1], weight[2], out, add)
+    return lambda x, weight, out, add: _multiply_floats(x, weight[0], weight[2], out, add)
+
+
+# Attention, norms, activations
 
 # Sums may be reordered for SIMD, the same way each time; NaN and infinity keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 
-_TILE = 64  # keys whose transpose fits the first cache
-_BLOCK = 8  # neighbouring rows of one sequence that share it
+
+SILU, GELU, GELU_TANH, RELU = range(4)
+ACTIVATIONS: dict[Activation, int] = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU}
 
 _LOG2E = np.float32(1.4426950408889634)
 _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # ln 2 in two parts, the first exact
 
 
-@njit(fastmath=_FAST, cache=True, nogil=True)
-def _exponentials(row, powers):  # type: ignore[no-untyped-def]
-    """row -> exp(row - max(row)) in place; returns their sum. `powers` is scratch, int32, as long as the row.
+@intrinsic
+def _power_of_two(typing, k):  # type: ignore[no-untyped-def]
+    """2^k for a whole k in -126..127, from the bits of a float."""
 
-    exp(x) = 2^k x exp(r) with |r| <= ln(2)/2 and a polynomial for exp(r) (Moshier's Cephes, expf): plain arithmetic,
-    which becomes SIMD where a call of the library's exp does not.
+    def build(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        whole = builder.fptosi(args[0], ir.IntType(32))
+        bits = builder.shl(builder.add(whole, ir.IntType(32)(127)), ir.IntType(32)(23))
+        return builder.bitcast(bits, ir.FloatType())
+
+    return types.float32(types.float32), build
+
+
+@njit(fastmath=_FAST, nogil=True)
+def _exp(x):  # type: ignore[no-untyped-def]
+    """e^x = 2^k x e^r, |r| <= ln(2)/2, with a polynomial for e^r (Moshier's Cephes, expf); x is kept within +-87.
+
+    Plain arithmetic, which becomes SIMD where a call of the library's exp does not. NaN stays NaN.
     """
-    factors = powers.view(np.float32)
+    x = np.float32(-87.0) if x < np.float32(-87.0) else x
+    x = np.float32(87.0) if x > np.float32(87.0) else x
+    k = np.floor(x * _LOG2E + np.float32(0.5))
+    r = x - k * _LN2_HIGH - k * _LN2_LOW
+    p = np.float32(1.9875691500e-4)
+    p = p * r + np.float32(1.3981999507e-3)
+    p = p * r + np.float32(8.3334519073e-3)
+    p = p * r + np.float32(4.1665795894e-2)
+    p = p * r + np.float32(1.6666665459e-1)
+    p = p * r + np.float32(5.0000001201e-1)
+    return (p * r * r + r + np.float32(1.0)) * _power_of_two(k)
+
+
+@njit(fastmath=_FAST, cache=True, nogil=True)
+def _exponentials(row):  # type: ignore[no-untyped-def]
+    """row -> exp(row - max(row)) in place; returns their sum."""
     highest = np.float32(-np.inf)
     for j in range(len(row)):
         highest = row[j] if row[j] > highest else highest
-    for j in range(len(row)):
-        x = row[j] - highest
-        x = np.float32(-87.0) if x < np.float32(-87.0) else x  # written so that NaN stays NaN
-        k = np.floor(x * _LOG2E + np.float32(0.5))
-        r = x - k * _LN2_HIGH - k * _LN2_LOW
-        p = np.float32(1.9875691500e-4)
-        p = p * r + np.float32(1.3981999507e-3)
-        p = p * r + np.float32(8.3334519073e-3)
-        p = p * r + np.float32(4.1665795894e-2)
-        p = p * r + np.float32(1.6666665459e-1)
-        p = p * r + np.float32(5.0000001201e-1)
-        row[j] = p * r * r + r + np.float32(1.0)
-        powers[j] = (np.int32(k) + np.int32(127)) << np.int32(23)  # the bits of 2^k
     total = np.float32(0.0)
     for j in range(len(row)):
-        row[j] *= factors[j]
+        row[j] = _exp(row[j] - highest)
         total += row[j]
     return total
 
 
-@njit(fastmath=_FAST, cache=True, nogil=True)
-def _score_tile(q, columns, scale, scores):  # type: ignore[no-untyped-def]
-    """scores [TILE] = scale x q [D] . columns [D, TILE]; D is even, pairs of dimensions in one pass."""
-    for j in range(_TILE):
-        scores[j] = np.float32(0.0)
-    for d in range(0, q.shape[0], 2):
-        first, second = q[d] * scale, q[d + 1] * scale
-        for j in range(_TILE):
-            scores[j] += first * columns[d, j] + second * columns[d + 1, j]
+@njit(fastmath=_FAST, nogil=True)
+def _scores(q, keys, scale, out):  # type: ignore[no-untyped-def]
+    """out [n] = scale x q [D] . keys [n, D]."""
+    for j in range(len(keys)):
+        total = np.float32(0.0)
+        for d in range(len(q)):
+            total += q[d] * keys[j, d]
+        out[j] = total * scale
+
+
+@njit(fastmath=_FAST, nogil=True)
+def _mix(weights, count, flat, base, dim, totals, sums, out):  # type: ignore[no-untyped-def]
+    """out [rows, D] = weights [rows, :count] . V / totals; V [count, D] begins at element `base`."""
+    rows, width = weights.shape
+    for column in range(0, dim - PANEL + 1, PANEL):
+        at = 0
+        while at < rows:
+            place = base + column
+            made = tiles(rows - at, weights, at * width, width, flat, place, dim, count, sums)
+            for row in range(made):
+                for d in range(PANEL):
+                    out[at + row, column + d] = sums[row, d] / totals[at + row]
+            at += made
+    for column in range(dim // PANEL * PANEL, dim):
+        for row in range(rows):
+            total = np.float32(0.0)
+            for j in range(count):
+                total += weights[row, j] * flat[base + j * dim + column]
+            out[row, column] = total / totals[row]
 
 
 @njit(fastmath=_FAST, cache=True, nogil=True)
-def _mix(weights, values, total, out):  # type: ignore[no-untyped-def]
-    """out [D] = weights [n] . values [n, D] / total, four rows in one pass."""
-    dim, whole = out.shape[0], len(weights) // 4 * 4
-    for d in range(dim):
-        out[d] = np.float32(0.0)
-    for j in range(0, whole, 4):
-        w0, w1, w2, w3 = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
-        v0, v1, v2, v3 = values[j], values[j + 1], values[j + 2], values[j + 3]
+def _rotate(row, cos, sin, out):  # type: ignore[no-untyped-def]
+    """RoPE of one head: pairs are (i, i + D/2)."""
+    half = len(cos)
+    for i in range(half):
+        first, second = row[i], row[half + i]
+        out[i] = first * cos[i] - second * sin[i]
+        out[half + i] = second * cos[i] + first * sin[i]
+
+
+@njit(fastmath=_FAST, nogil=True)
+def _write(n, qkv, turns, flat, k_at, v_at, lane, q):  # type: ignore[no-untyped-def]
+    """Row n's K, rotated once, and V into the pool from elements k_at and v_at on; its rotated Q into q."""
+    (queries, keys, values), (cos, sin) = qkv, turns
+    dim = values.shape[2]
+    for head in range(queries.shape[1]):
+        _rotate(queries[n, head], cos[n], sin[n], q[n, head])
+    for head in range(keys.shape[1]):
+        _rotate(keys[n, head], cos[n], sin[n], flat[k_at + head * lane : k_at + head * lane + dim])
         for d in range(dim):
-            out[d] += w0 * v0[d] + w1 * v1[d] + w2 * v2[d] + w3 * v3[d]
-    for j in range(whole, len(weights)):
-        for d in range(dim):
-            out[d] += weights[j] * values[j, d]
-    for d in range(dim):
-        out[d] /= total
+            flat[v_at + head * lane + d] = values[n, head, d]
 
 
-@njit(
-    "void(f4[:,:,::1], f4[:,:,:,:,:,:], i8[::1], i8[::1], i8, f4, i8, f4[:,:,::1])",
-    parallel=True,
-    fastmath=_FAST,
-    cache=True,
-    nogil=True,
-)
-def attend_rows(q, pool, slots, positions, layer, scale, window, out):  # type: ignore[no-untyped-def]
-    """softmax(q K^T * scale) V for each row n over the last `window` rows up to positions[n] of its own slot.
+@njit(parallel=True, fastmath=_FAST, cache=True, nogil=True)
+def attend(qkv, turns, flat, layers, lane, where, q, out):  # type: ignore[no-untyped-def]
+    """Rotates Q into q, writes rotated K and V to the pool; out = softmax(q K^T / sqrt(D)) V; q and out [N, H, D].
 
-    q, out [N, H, D]; pool [slot, layer, 2, K, max_context, D]; slots, positions [N]. Rows past the position and behind
-    the window are never read, which is the mask. Query head h reads kv head h // (H // K). Neighbouring rows of one
-    sequence share the transposed keys; what is computed with them is each row's own.
+    qkv: q [N, H, D], k and v [N, K, D]; turns: cos and sin [N, D/2]; flat: the pool [slot, layers, 2, K, lane], a lane
+    being the rows [max_context, D] of one head and what fills up its last page; where: slots [N], positions [N], layer
+    and window. Row n looks at the last `window` rows up to positions[n] of its own slot: rows past the position and
+    behind the window are never read, which is the mask. Query head h reads kv head h // (H // K). Neighbouring rows of
+    one sequence are one thread's, while their keys and values are in its cache; each is still computed alone.
     """
-    rows, heads, dim = q.shape
-    kv_heads = pool.shape[3]
+    slots, positions, layer, window = where
+    rows, heads, dim = qkv[0].shape
+    kv_heads = qkv[1].shape[1]
     group = heads // kv_heads
+    half = kv_heads * lane  # from K to V
+    scale = np.float32(1.0) / np.sqrt(np.float32(dim))
+    if rows < _BLOCK:
+        for n in range(rows):
+            at = (slots[n] * layers + layer) * 2 * half + positions[n] * dim
+            _write(n, qkv, turns, flat, at, at + half, lane, q)
+    else:
+        for n in prange(rows):
+            place = (slots[n] * layers + layer) * 2 * half + positions[n] * dim
+            _write(n, qkv, turns, flat, place, place + half, lane, q)
     begins = np.empty(rows + 1, np.int64)  # block b is rows begins[b]..begins[b + 1] - 1
     blocks = 0
     for n in range(rows):
@@ -104,31 +554,154 @@ def attend_rows(q, pool, slots, positions, layer, scale, window, out):  # type: 
             blocks += 1
     begins[blocks] = rows
     for task in prange(blocks * kv_heads):
-        begin, count = begins[task // kv_heads], begins[task // kv_heads + 1] - begins[task // kv_heads]
+        begin, stop = begins[task // kv_heads], begins[task // kv_heads + 1]
         kv = task % kv_heads
-        start = max(0, positions[begin] + 1 - window)
-        length = positions[begin + count - 1] + 1 - start
-        keys = pool[slots[begin], layer, 0, kv, start : start + length]  # [n, D]
-        values = pool[slots[begin], layer, 1, kv, start : start + length]  # [n, D]
-        width = -(-length // _TILE) * _TILE
-        scores = np.empty((count, group, width), np.float32)
-        powers = np.empty(width, np.int32)
-        columns = np.empty((dim, _TILE), np.float32)
-        for tile in range(0, length, _TILE):
-            for j in range(min(_TILE, length - tile)):
-                for d in range(dim):
-                    columns[d, j] = keys[tile + j, d]
-            for i in range(count):
-                for g in range(group):
-                    _score_tile(q[begin + i, kv * group + g], columns, scale, scores[i, g, tile : tile + _TILE])
-        for i in range(count):
-            first = max(0, positions[begin + i] + 1 - window) - start
-            stop = positions[begin + i] + 1 - start
+        base = (slots[begin] * layers + layer) * 2 * half + kv * lane
+        scores = np.empty((group, positions[stop - 1] + 1), np.float32)
+        totals = np.empty(group, np.float32)
+        sums = np.empty((TILE, PANEL), np.float32)
+        for n in range(begin, stop):
+            first = max(0, positions[n] + 1 - window)
+            count = positions[n] + 1 - first
+            keys = flat[base + first * dim : base + (first + count) * dim].reshape(count, dim)
             for g in range(group):
-                weights = scores[i, g, first:stop]
-                total = _exponentials(weights, powers)
-                _mix(weights, values[first:stop], total, out[begin + i, kv * group + g])
+                _scores(q[n, kv * group + g], keys, scale, scores[g, :count])
+                totals[g] = _exponentials(scores[g, :count])
+            ours = out[n, kv * group : (kv + 1) * group]
+            _mix(scores, count, flat, base + half + first * dim, dim, totals, sums, ours)
 
 
-if __name__ == "__main__":
-    print("compiled:", ", ".join(str(signature) for signature in attend_rows.signatures))
+@njit(fastmath=_FAST, nogil=True)
+def _norm(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
+    """One row: x / rms(x) * weight (Zhang & Sennrich 2019); with a bias (x - mean) / std * weight + bias (Ba 2016)."""
+    width = np.float32(len(x))
+    mean = np.float32(0.0)
+    if len(bias):
+        for i in range(len(x)):
+            mean += x[i]
+        mean /= width
+    total = np.float32(0.0)
+    for i in range(len(x)):
+        total += (x[i] - mean) * (x[i] - mean)
+    factor = np.float32(1.0) / np.sqrt(total / width + eps)
+    for i in range(len(x)):
+        out[i] = (x[i] - mean) * factor * weight[i]
+    for i in range(len(bias)):
+        out[i] += bias[i]
+
+
+@njit(parallel=True, fastmath=_FAST, cache=True, nogil=True)
+def norm(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
+    """out [N, E] = RMSNorm or LayerNorm of each row of x; RMSNorm has an empty bias."""
+    if len(x) < _BLOCK:
+        for n in range(len(x)):
+            _norm(x[n], weight, bias, eps, out[n])
+    else:
+        for n in prange(len(x)):
+            _norm(x[n], weight, bias, eps, out[n])
+
+
+@njit(fastmath=_FAST, nogil=True)
+def _activate(x, kind, gated, out):  # type: ignore[no-untyped-def]
+    """One row, as ModelConfig.activation says; gated: act(gate) * up with x = gate beside up (Shazeer 2020)."""
+    width = len(out)
+    if kind == SILU:
+        for i in range(width):
+            out[i] = x[i] / (np.float32(1.0) + _exp(-x[i]))
+    elif kind == GELU_TANH:  # 0.5 x (1 + tanh(u)) = x / (1 + e^-2u)
+        for i in range(width):
+            u = np.float32(0.7978845608028654) * (x[i] + np.float32(0.044715) * x[i] * x[i] * x[i])
+            out[i] = x[i] / (np.float32(1.0) + _exp(np.float32(-2.0) * u))
+    elif kind == GELU:
+        for i in range(width):
+            out[i] = np.float32(0.5) * x[i] * np.float32(1.0 + math.erf(x[i] * 0.7071067811865476))
+    else:
+        for i in range(width):
+            out[i] = x[i] if x[i] > 0 or x[i] != x[i] else np.float32(0.0)
+    if gated:
+        for i in range(width):
+            out[i] *= x[width + i]
+
+
+@njit(parallel=True, fastmath=_FAST, cache=True, nogil=True)
+def activate(x, kind, gated, out):  # type: ignore[no-untyped-def]
+    """out [N, M] = the MLP's activation of each row of x, [N, M] or, gated, [N, 2M]."""
+    if len(x) < _BLOCK:
+        for n in range(len(x)):
+            _activate(x[n], kind, gated, out[n])
+    else:
+        for n in prange(len(x)):
+            _activate(x[n], kind, gated, out[n])
+
+
+class Layer(NamedTuple):
+    """One block's weights; what the model does not have is empty."""
+
+    attention_norm: Floats  # [E]
+    attention_norm_bias: Floats
+    qkv: Panels
+    q_norm: Floats  # [D]
+    k_norm: Floats
+    out: Panels
+    mlp_norm: Floats  # [E]
+    mlp_norm_bias: Floats
+    up: Panels
+    down: Panels
+    window: int
+
+
+class Model(NamedTuple):
+    """What the blocks have in common, and what comes after them."""
+
+    layers: int
+    heads: int
+    kv_heads: int
+    activation: int
+    gated: bool
+    vocab_size: int
+    eps: np.float32
+    norm: Floats  # [E]
+    norm_bias: Floats
+    head: Panels
+
+
+class Buffers(NamedTuple):
+    """Room for what a block computes of N rows, used by all blocks in turn."""
+
+    normed: Floats  # [N, E]
+    qkv: Floats  # [N, H + 2K, D]
+    q: Floats  # [N, H, D]
+    mixed: Floats  # [N, H, D]
+    wide: Floats  # [N, mlp_width], gated [N, 2 mlp_width]
+    active: Floats  # [N, mlp_width]
+
+
+@njit(fastmath=_FAST, cache=True, nogil=True)
+def block(x, at, layer, model, room, turns, flat, lane, slots, positions):  # type: ignore[no-untyped-def]
+    """Block `at` on x [N, E], in place. room: Buffers; turns: cos and sin [N, D/2]; the others as in `attend`."""
+    rows, heads, kv_heads = len(x), model.heads, model.kv_heads
+    q, k, v = room.qkv[:, :heads], room.qkv[:, heads : heads + kv_heads], room.qkv[:, heads + kv_heads :]
+    norm(x, layer.attention_norm, layer.attention_norm_bias, model.eps, room.normed)
+    multiply(room.normed, layer.qkv, room.qkv.reshape(rows, -1), False)
+    if len(layer.q_norm):
+        for head in range(heads):
+            norm(q[:, head], layer.q_norm, layer.q_norm[:0], model.eps, q[:, head])
+        for head in range(kv_heads):
+            norm(k[:, head], layer.k_norm, layer.k_norm[:0], model.eps, k[:, head])
+    where = slots, positions, at, layer.window
+    attend((q, k, v), turns, flat, model.layers, lane, where, room.q, room.mixed)
+    multiply(room.mixed.reshape(rows, -1), layer.out, x, True)
+    norm(x, layer.mlp_norm, layer.mlp_norm_bias, model.eps, room.normed)
+    multiply(room.normed, layer.up, room.wide, False)
+    activate(room.wide, model.activation, model.gated, room.active)
+    multiply(room.active, layer.down, x, True)
+
+
+@njit(fastmath=_FAST, cache=True, nogil=True)
+def logits(x, model, sample_rows):  # type: ignore[no-untyped-def]
+    """Norm and head of some rows of x [N, E]: [S, vocab]."""
+    chosen = x[sample_rows]
+    norm(chosen, model.norm, model.norm_bias, model.eps, chosen)
+    scores = np.empty((len(chosen), model.vocab_size), np.float32)
+    multiply(chosen, model.head, scores, False)
+    return scores

@@ -27,7 +27,7 @@ class PoolMemoryError(MemoryError):
 
 
 class KVPool:
-    """K and V of all slots. `kv` is the tensor above; `array` is the same memory for the compiled kernels on a CPU."""
+    """K and V of all slots. `kv` is the tensor above; `flat` is the same memory for the compiled kernels on a CPU."""
 
     def __init__(self, layout: KVLayout, slots: int, device: str = "cpu", dtype: torch.dtype | None = None) -> None:
         """dtype: of layout.bytes_per_element bytes. Raises PoolMemoryError."""
@@ -47,7 +47,8 @@ class KVPool:
             (slots, layers, 2, heads, layout.max_context, layout.head_dim),
             (layers * 2 * heads * lane, 2 * heads * lane, heads * lane, lane, layout.head_dim, 1),
         )
-        self.array: NDArray[np.float32] | None = self.kv.numpy() if device == "cpu" else None
+        self.lane = lane  # elements
+        self.flat: NDArray[np.float32] | None = flat.numpy() if device == "cpu" else None
 
     def _map(self) -> mmap.mmap:
         length = self.slots * self.layout.slot_bytes

@@ -1,15 +1,28 @@
-"""How a weight matrix is stored and multiplied, and which row counts keep a row's bits apart from its neighbours."""
+"""How a weight matrix is stored and multiplied.
+
+On the CPU the products are those of `kernels.py`, where a row's bits depend on no other row. On a GPU a library picks
+its kernel by the number of rows, so steps are padded to sizes that a self-test found safe.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
+import numpy as np
 import torch
 import torch.nn.functional as F
+from numpy.typing import NDArray
 
 from model.config import Storage
+from model.kernels import DEPTH, GROUP, PANEL, Panels, multiply
 
-DTYPES: dict[Storage, torch.dtype] = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+# what a matrix is kept in outside of products: int8 is a form of products only
+DTYPES: dict[Storage, torch.dtype] = {
+    "fp32": torch.float32,
+    "fp16": torch.float16,
+    "bf16": torch.bfloat16,
+    "int8": torch.float16,
+}
 
 
 class StorageError(ValueError):
@@ -23,8 +36,7 @@ _CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 30, 32, 36, 40, 48, 64, 72, 96,
 class Linear:
     """y [N, out] = x [N, in] @ weight.T + bias; x and y in fp32 whatever the storage.
 
-    fp32: the weight as it is. fp16 on the CPU: packed for FBGEMM, half the memory and near the machine's arithmetic
-    limit from 16 rows up; a checkpoint that stores fp16 loses nothing. Else x is rounded to the storage first.
+    On a GPU x is rounded to the storage first.
     """
 
     def __init__(
@@ -35,41 +47,78 @@ class Linear:
         device: str = "cpu",
     ) -> None:
         self.shape = (weight.shape[0], weight.shape[1])  # [out, in]
-        self.storage = storage
         self.device = device
         self._bias = None if bias is None else bias.to(device, torch.float32)
-        if storage == "fp16" and device == "cpu":
-            self._packed = torch.ops.quantized.linear_prepack_fp16(weight.float(), self._bias)
-            self._multiply: Callable[[torch.Tensor], torch.Tensor] = self._packed_fp16
+        self.panels: Panels | None = None
+        if device == "cpu":
+            self.panels = pack(weight, storage, self._bias)
         else:
-            self._weight = weight.to(device, DTYPES[storage]).contiguous()  # the same memory where it is so already
-            self._multiply = self._full if storage == "fp32" else self._rounded
+            self._weight = weight.to(device, DTYPES[storage]).contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        return self._multiply(x)
-
-    def _full(self, x: torch.Tensor) -> torch.Tensor:
-        return F.linear(x, self._weight, self._bias)
-
-    def _rounded(self, x: torch.Tensor) -> torch.Tensor:
-        y = F.linear(x.to(self._weight.dtype), self._weight).float()
-        return y if self._bias is None else y + self._bias
-
-    def _packed_fp16(self, x: torch.Tensor) -> torch.Tensor:
-        y: torch.Tensor = torch.ops.quantized.linear_dynamic_fp16(x, self._packed)
+        if self.panels is None:
+            y = F.linear(x.to(self._weight.dtype), self._weight).float()
+            return y if self._bias is None else y + self._bias
+        y = x.new_empty(x.shape[0], self.shape[0])
+        multiply(x.numpy(), self.panels, y.numpy(), False)
         return y
+
+    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+        """weight[ids] in fp32, [N, in]: an embedding that is tied to the head needs no memory of its own."""
+        if self.panels is None:
+            return self._weight[ids].float()
+        return torch.from_numpy(unpack(self.panels, ids.numpy(), self.shape[1]))
+
+
+def pack(weight: torch.Tensor, storage: Storage, bias: torch.Tensor | None = None) -> Panels:
+    """A weight [out, in] and bias [out] as they are multiplied on this machine."""
+    added = np.empty(0, np.float32) if bias is None else bias.float().numpy()
+    unscaled = np.empty((0, 0, 0), np.float32)
+    outputs, inputs = weight.shape
+    panels = -(-outputs // PANEL)
+    if storage == "int8":
+        groups = -(-inputs // GROUP)
+        numbers = np.zeros((panels * PANEL, groups, GROUP), np.float32)
+        numbers.reshape(panels * PANEL, -1)[:outputs, :inputs] = weight.float().numpy()
+        scales = np.abs(numbers).max(axis=2) / np.float32(127.0)  # [out, G]
+        numbers /= np.where(scales > 0, scales, 1)[:, :, None]
+        np.rint(numbers, out=numbers)
+        if DEPTH == 4:
+            numbers += 128
+        shape = (panels, PANEL, groups * GROUP // DEPTH, DEPTH)
+        whole = numbers.astype(np.uint8 if DEPTH == 4 else np.int8).reshape(shape).transpose(0, 2, 1, 3)
+        by_panel = scales.reshape(panels, PANEL, groups).transpose(0, 2, 1)
+        return Panels(np.ascontiguousarray(whole), np.ascontiguousarray(by_panel), added)
+    kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
+    filled = weight.new_zeros((panels * PANEL, inputs), dtype=kinds[storage])
+    filled[:outputs] = weight
+    filled = filled.view(panels, PANEL, inputs).transpose(1, 2).contiguous()  # [P, in, PANEL]
+    if storage == "bf16":
+        return Panels(filled.view(torch.int16).numpy(), unscaled, added)
+    return Panels(filled.numpy().view(np.uint16) if storage == "fp16" else filled.numpy(), unscaled, added)
+
+
+def unpack(panels: Panels, ids: NDArray[np.int64], width: int) -> NDArray[np.float32]:
+    """weight[ids] in fp32, [N, width]."""
+    at, column = ids // PANEL, ids % PANEL
+    if not panels.scales.size:
+        numbers = panels.numbers[at, :, column]  # [N, in]
+        if numbers.dtype == np.int16:
+            return (numbers.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
+        return numbers.view(np.float16).astype(np.float32) if numbers.dtype == np.uint16 else numbers
+    numbers = panels.numbers[at, :, column].reshape(len(ids), -1).astype(np.float32)  # [N, G * GROUP]
+    if DEPTH == 4:
+        numbers -= 128
+    return (numbers * panels.scales[at, :, column].repeat(GROUP, axis=1))[:, :width]
 
 
 def check_storage(storage: Storage, device: str) -> None:
-    """Raises StorageError for a device that is not there, and for bf16 on a CPU where torch only emulates it."""
+    """Raises StorageError for a device that is not there, or has no products in that form."""
     if device == "cuda" and not torch.cuda.is_available():
         built = "finds no such device" if torch.version.cuda else "is built without it"
         raise StorageError(f"--device cuda: this torch ({torch.__version__}) {built}")
-    if storage == "bf16" and device == "cpu" and not torch.cpu._is_avx512_bf16_supported():
-        raise StorageError(
-            "--weights bf16: this CPU has no bf16 products (AVX512-BF16 or AMX), so each would take over 100 times as "
-            "long as in fp32; use --weights fp16 or fp32"
-        )
+    if storage == "int8" and device != "cpu":
+        raise StorageError(f"--weights int8: only on the CPU, not on {device}; use --weights fp16")
 
 
 def find_safe_rows(linears: Iterable[Linear], max_rows: int) -> tuple[int, ...]:
@@ -96,7 +145,9 @@ def _same_bits(linear: Linear, x: torch.Tensor, reference: torch.Tensor, rows: i
 
 
 def padded(rows: int, safe: tuple[int, ...]) -> int:
-    """The smallest safe row count that holds `rows`; a multiple of the largest beyond it."""
+    """The smallest safe row count that holds `rows`; a multiple of the largest beyond it. None given: all are safe."""
+    if not safe:
+        return rows
     for size in safe:
         if size >= rows:
             return size

@@ -23,7 +23,7 @@ def make_plan(settings: ModelSettings) -> tuple[ModelConfig, KVLayout, KVPlan]:
         paged=on_cpu and can_page(),
         chunk=settings.prefill_chunk,
     )
-    weight_bytes = config.weight_bytes(settings.weights, packed=on_cpu and settings.weights == "fp16")
+    weight_bytes = config.weight_bytes(settings.weights)
     pool_bytes = _pool_bytes(settings, layout, weight_bytes)
     slots = settings.slots if layout.paged else min(settings.slots, pool_bytes // layout.slot_bytes)
     made = plan(layout, slots=slots, pool_bytes=pool_bytes, weight_bytes=weight_bytes)
@@ -37,7 +37,7 @@ def _weights_do_not_fit(
     config: ModelConfig, settings: ModelSettings, weight_bytes: int, memory: int
 ) -> tuple[str, ...]:
     says = [f"the weights alone need {size(weight_bytes)}, the memory is {size(memory)}"]
-    halved = config.weight_bytes("fp16", packed=settings.device == "cpu")
+    halved = config.weight_bytes("fp16")
     if settings.weights == "fp32" and halved < memory:
         says.append(f"with --weights fp16 they need {size(halved)}")
     says.append(f"a model of at most {memory // 2 / 1e9:.2g} billion parameters would leave room in fp16")

@@ -98,8 +98,8 @@ def joined(frames: list[dict[str, Any]], index: int = 0) -> str:
 
 
 @contextmanager
-def serve(**settings: Any) -> Iterator[Live]:
-    """A server with these settings until the block ends."""
+def serve(pace: float = 0.0, **settings: Any) -> Iterator[Live]:
+    """A server with these settings until the block ends; `pace`: seconds that each step takes longer than it would."""
     chosen = ServeSettings(port=0, **{"threads": 1, **settings})  # the clients need the other core
     app = create_app(chosen)
     server = uvicorn.Server(uvicorn_config(app, chosen))
@@ -108,6 +108,10 @@ def serve(**settings: Any) -> Iterator[Live]:
     while not server.started:
         assert thread.is_alive(), "the server did not start"
         time.sleep(0.01)
+    if pace:
+        runner = app.state.service.engine.runner
+        run = runner.run
+        runner.run = lambda step: (time.sleep(pace), run(step))[1]
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         yield Live(f"http://127.0.0.1:{port}", app.state.service)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import numpy as np
 import pytest
@@ -10,7 +11,9 @@ import torch
 
 from model.attention import causal_mask, rope_table, rotate, scaled_dot_product
 from model.config import ModelConfig
-from model.kernels import attend_rows
+from model.kernels import attend
+
+Array = np.ndarray[Any, Any]
 
 Q = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5]])
 K = torch.tensor([[0.8, 0.2], [0.1, 0.9], [0.5, 0.5]])
@@ -65,15 +68,26 @@ def test_rotated_scores_depend_on_the_distance_only() -> None:
     torch.testing.assert_close(rotate(q, cos[:1], sin[:1]), q)  # position 0 turns nothing
 
 
-@pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (4, 2), (4, 1), (6, 2)])
-def test_the_kernel_equals_the_textbook_form_on_each_slot(heads: int, kv_heads: int) -> None:
+def attended(q: Array, pool: Array, slots: Any, positions: Any, layer: int = 0, window: int = 1000) -> Array:
+    """attend() for q [N, H, D] on a pool [slot, layer, 2, K, rows, D] whose rows are there already and not turned."""
+    slots, positions = np.asarray(slots), np.asarray(positions)
+    q = np.ascontiguousarray(q)
+    _, layers, _, _, rows, dim = pool.shape
+    k, v = pool[slots, layer, 0, :, positions], pool[slots, layer, 1, :, positions]  # [N, K, D] each
+    turns = np.ones((len(q), dim // 2), np.float32), np.zeros((len(q), dim // 2), np.float32)
+    turned, out = np.empty_like(q), np.empty_like(q)
+    where = slots, positions, layer, window
+    attend((q, k, v), turns, pool.reshape(-1), layers, rows * dim, where, turned, out)
+    return out
+
+
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (4, 2, 80), (4, 1, 32), (6, 2, 24)])
+def test_the_kernel_equals_the_textbook_form_on_each_slot(heads: int, kv_heads: int, dim: int) -> None:
     generator = torch.Generator().manual_seed(heads)
-    pool = torch.randn(3, 2, 2, kv_heads, 40, 16, generator=generator)
+    pool = torch.randn(3, 2, 2, kv_heads, 40, dim, generator=generator)
     slots, positions = [2, 0, 2, 1], [0, 39, 17, 5]
-    q = torch.randn(4, heads, 16, generator=generator)
-    out = torch.empty_like(q)
-    scale = np.float32(1 / math.sqrt(16))
-    attend_rows(q.numpy(), pool.numpy(), np.array(slots), np.array(positions), 1, scale, 40, out.numpy())
+    q = torch.randn(4, heads, dim, generator=generator)
+    out = torch.from_numpy(attended(q.numpy(), pool.numpy(), slots, positions, layer=1))
     for row, (slot, position) in enumerate(zip(slots, positions, strict=True)):
         for head in range(heads):
             kv = head // (heads // kv_heads)  # neighbouring query heads share a kv head
@@ -86,42 +100,49 @@ def test_a_row_has_the_same_bits_whatever_is_computed_beside_it() -> None:
     generator = torch.Generator().manual_seed(5)
     pool = torch.randn(9, 1, 2, 2, 64, 32, generator=generator).numpy()
     q = torch.randn(33, 4, 32, generator=generator).numpy()
-    slots = np.arange(33) % 9
-    positions = np.arange(33) * 7 % 64
-    together, scale = np.empty_like(q), np.float32(0.2)
-    attend_rows(q, pool, slots, positions, 0, scale, 64, together)
+    slots, positions = np.arange(33) % 9, np.arange(33) * 7 % 64
+    together = attended(q, pool, slots, positions)
     for row in range(33):
-        alone = np.empty_like(q[:1])
-        attend_rows(q[row : row + 1].copy(), pool, slots[row : row + 1], positions[row : row + 1], 0, scale, 64, alone)
-        assert (alone[0] == together[row]).all()
+        one = slice(row, row + 1)
+        assert (attended(q[one], pool, slots[one], positions[one])[0] == together[row]).all()
 
 
 def test_rows_past_the_position_are_never_read() -> None:
     pool = np.full((1, 1, 2, 1, 8, 4), np.nan, np.float32)
     pool[0, 0, :, 0, :3] = 1.0
-    out = np.empty((1, 1, 4), np.float32)
-    attend_rows(np.ones((1, 1, 4), np.float32), pool, np.array([0]), np.array([2]), 0, np.float32(0.5), 8, out)
-    assert out.tolist() == [[[1.0, 1.0, 1.0, 1.0]]]
+    assert attended(np.ones((1, 1, 4), np.float32), pool, [0], [2]).tolist() == [[[1.0, 1.0, 1.0, 1.0]]]
 
 
 def test_neighbouring_rows_of_one_sequence_have_the_bits_of_each_alone() -> None:
-    """Rows of a chunk share the transposed keys; a window makes each begin elsewhere."""
+    """Rows of a chunk are one task; a window makes each begin elsewhere."""
     generator = torch.Generator().manual_seed(6)
     pool = torch.randn(1, 1, 2, 2, 200, 24, generator=generator).numpy()
     q = torch.randn(70, 6, 24, generator=generator).numpy()
-    slots, positions, scale = np.zeros(70, np.int64), np.arange(100, 170), np.float32(0.2)
+    slots, positions = np.zeros(70, np.int64), np.arange(100, 170)
     for window in (200, 13):
-        together, alone = np.empty_like(q), np.empty_like(q)
-        attend_rows(q, pool, slots, positions, 0, scale, window, together)
+        together = attended(q, pool, slots, positions, window=window)
         for row in range(70):
             one = slice(row, row + 1)
-            attend_rows(q[one].copy(), pool, slots[one], positions[one], 0, scale, window, alone[one])
-        assert (alone == together).all()
+            assert (attended(q[one], pool, slots[one], positions[one], window=window)[0] == together[row]).all()
 
 
 def test_nan_in_a_key_is_not_smoothed_over() -> None:
     pool = np.ones((1, 1, 2, 1, 8, 4), np.float32)
     pool[0, 0, 0, 0, 1] = np.nan
-    out = np.empty((1, 1, 4), np.float32)
-    attend_rows(np.ones((1, 1, 4), np.float32), pool, np.array([0]), np.array([2]), 0, np.float32(0.5), 8, out)
-    assert np.isnan(out).all()
+    assert np.isnan(attended(np.ones((1, 1, 4), np.float32), pool, [0], [2])).all()
+
+
+def test_keys_are_rotated_and_written_where_their_row_is() -> None:
+    generator = torch.Generator().manual_seed(7)
+    q, k, v = torch.randn(3, 2, 3, 8, generator=generator).unbind(0)  # [N, heads, D] each
+    cos, sin = torch.rand(2, 2, 4, generator=generator).unbind(0)
+    pool = np.zeros((2, 2, 2, 3, 5, 8), np.float32)
+    where = np.array([1, 0]), np.array([4, 2]), 1, 9
+    room = np.empty((2, 2, 3, 8), np.float32)
+    qkv, turns = (q.numpy(), k.numpy(), v.numpy()), (cos.numpy(), sin.numpy())
+    attend(qkv, turns, pool.reshape(-1), 2, 5 * 8, where, room[0], room[1])
+    torch.testing.assert_close(torch.from_numpy(room[0]), rotate(q, cos, sin))
+    torch.testing.assert_close(torch.from_numpy(pool[1, 1, 0, :, 4]), rotate(k, cos, sin)[0])
+    torch.testing.assert_close(torch.from_numpy(pool[0, 1, 0, :, 2]), rotate(k, cos, sin)[1])
+    assert (pool[1, 1, 1, :, 4] == v[0].numpy()).all() and (pool[0, 1, 1, :, 2] == v[1].numpy()).all()
+    assert np.count_nonzero(pool) == 2 * 2 * 3 * 8

@@ -147,11 +147,11 @@ def test_parameters_and_weight_bytes_are_counted_from_the_config_alone(tmp_path:
     assert config.weight_bytes("bf16") == 2 * config.num_parameters + 2 * vectors
 
 
-def test_packed_weight_bytes_are_what_packing_really_takes() -> None:
-    """FBGEMM fills up columns to 512, which a model of width 576 feels: its head takes 96 MiB in place of 54."""
-    config = ModelConfig(49_152, 576, 1536, 0 + 1, 9, 3, 64, max_context=64, tied_embeddings=True)
-    products = 960 * 1024 + 576 * 1024 + 3072 * 1024 + 576 * 1536 + 49_152 * 1024
-    assert config.weight_bytes("fp16", packed=True) == 2 * (products + 49_152 * 576) + 4 * 3 * 576
+def test_int8_takes_a_byte_a_number_and_a_scale_for_64() -> None:
+    config = ModelConfig(1000, 96, 160, 1, 3, 1, 32, max_context=64, tied_embeddings=True)
+    rows = {(160, 96): 2, (96, 96): 2, (320, 96): 2, (96, 160): 3, (1000, 96): 2}  # [out, in]: groups a row
+    expected = sum(out * columns + 4 * out * groups for (out, columns), groups in rows.items())
+    assert config.weight_bytes("int8") == expected + 4 * 3 * 96
 
 
 def test_families_differ_in_values_only() -> None:

@@ -10,6 +10,7 @@ from checkpoints import random_llama
 
 from model.attention import Batch
 from model.checkpoint import CheckpointError, load
+from model.config import Storage
 from model.decoder import Decoder
 from model.kv_memory import KVLayout
 from model.kv_pool import KVPool
@@ -19,11 +20,11 @@ def pool_for(decoder: Decoder, slots: int = 4) -> KVPool:
     return KVPool(KVLayout.of(decoder.config, decoder.config.max_context), slots)
 
 
-def forward(decoder: Decoder, pool: KVPool, slot: int, tokens: list[int], start: int, pad: int = 0) -> torch.Tensor:
+def forward(decoder: Decoder, pool: KVPool, slot: int, tokens: list[int], start: int) -> torch.Tensor:
     """Logits [T, vocab] of all new tokens of one sequence."""
     positions = torch.arange(start, start + len(tokens))
     rows = torch.arange(len(tokens))
-    batch = Batch(torch.tensor(tokens + [0] * pad), torch.full_like(positions, slot), positions, rows)
+    batch = Batch(torch.tensor(tokens), torch.full_like(positions, slot), positions, rows)
     return decoder.forward(batch, pool)
 
 
@@ -69,30 +70,18 @@ def test_a_key_is_rotated_once_at_its_own_position(rand: Path) -> None:
     assert torch.equal(pool.kv[0, :, :, :, :10], before)
 
 
-def test_padding_changes_no_bit_of_the_real_rows_and_writes_nothing(rand: Path) -> None:
-    decoder = load(str(rand), "fp16").decoder
-    safe = decoder.safe_rows(32)
-    pool, padded_pool = pool_for(decoder), pool_for(decoder)
-    plain = forward(decoder, pool, 0, TOKENS[: safe[0]], 0)
-    padded = forward(decoder, padded_pool, 0, TOKENS[: safe[0]], 0, pad=safe[1] - safe[0])
-    assert torch.equal(plain, padded[: safe[0]])
-    assert torch.equal(pool.kv, padded_pool.kv)
-
-
-def test_a_sequence_has_the_same_bits_alone_and_in_a_crowd(rand: Path) -> None:
-    decoder = load(str(rand), "fp16").decoder
-    safe = decoder.safe_rows(64)
-    alone = forward(decoder, pool_for(decoder), 0, TOKENS[:5], 0, pad=next(s for s in safe if s >= 5) - 5)
+@pytest.mark.parametrize("storage", ["fp16", "int8"])
+def test_a_sequence_has_the_same_bits_alone_and_in_a_crowd(rand: Path, storage: Storage) -> None:
+    decoder = load(str(rand), storage).decoder
+    alone = forward(decoder, pool_for(decoder), 0, TOKENS[:5], 0)
     crowd = TOKENS[:5] + TOKENS[20:47]
-    pool = pool_for(decoder)
     positions = torch.tensor([*range(5), *range(27)])
     slots = torch.tensor([1] * 5 + [3] * 27)
-    size = next(s for s in safe if s >= 32)
-    batch = Batch(torch.tensor(crowd + [0] * (size - 32)), slots, positions, torch.arange(size) % 32)
-    assert torch.equal(decoder.forward(batch, pool)[:5], alone[:5])
+    batch = Batch(torch.tensor(crowd), slots, positions, torch.arange(32))
+    assert torch.equal(decoder.forward(batch, pool_for(decoder))[:5], alone)
 
 
-def test_packed_fp16_loses_nothing_that_the_file_has(tmp_path: Path) -> None:
+def test_fp16_loses_nothing_that_the_file_has(tmp_path: Path) -> None:
     directory = random_llama(tmp_path)
     exact, packed = (load(str(directory), storage).decoder for storage in ("fp32", "fp16"))
     a = forward(exact, pool_for(exact), 0, TOKENS, 0)

@@ -6,16 +6,15 @@ import math
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from checkpoints import config_of, random_hf, random_llama
 from live import serve
+from test_attention import attended
 from test_parity import CASES, TOKENS, Twin, close, forward, twin_of
 
 from model.attention import attend_batch
 from model.checkpoint import CheckpointError, load
-from model.kernels import attend_rows
 from model.kv_memory import KVLayout
 from model.kv_pool import KVPool
 from model.linear import Linear
@@ -35,8 +34,7 @@ def test_one_call_for_the_batch_equals_the_kernel_row_by_row(heads: int, kv_head
     positions = torch.tensor([position for _, start, stop in spans for position in range(start, stop)])
     q = torch.randn(len(slots), heads, 16, generator=generator)
     scale = 1 / math.sqrt(16)
-    expected = torch.empty_like(q)
-    attend_rows(q.numpy(), kv.numpy(), slots.numpy(), positions.numpy(), 1, np.float32(scale), window, expected.numpy())
+    expected = torch.from_numpy(attended(q.numpy(), kv.numpy(), slots.numpy(), positions.numpy(), 1, window))
     actual = attend_batch(q, kv, slots, positions, 1, scale, window)
     torch.testing.assert_close(actual, expected, atol=1e-5, rtol=1e-5)
 
@@ -52,7 +50,7 @@ def test_a_poisoned_sequence_leaves_the_others_of_the_call_alone() -> None:
 def without_kernel(twin: Twin, **layout: Any) -> KVPool:
     """A pool as a GPU has it: an ordinary tensor, which no compiled kernel can read."""
     pool = KVPool(KVLayout.of(twin.decoder.config, 256, paged=False, **layout), slots=4)
-    pool.array = None
+    pool.flat = None
     return pool
 
 
@@ -66,12 +64,10 @@ def test_the_whole_decoder_without_the_kernel_equals_the_reference(tmp_path: Pat
     close(forward(twin.decoder, pool, (0, a[9:], 9)), twin.expected(a)[9:])
 
 
-def test_bf16_is_refused_where_the_cpu_would_only_emulate_it(rand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: False)
-    with pytest.raises(CheckpointError, match="--weights bf16: this CPU has no bf16 products"):
-        load(str(rand), "bf16")
-    monkeypatch.setattr("torch.cpu._is_avx512_bf16_supported", lambda: True)
-    assert load(str(rand), "bf16").decoder.embedding.dtype == torch.bfloat16
+def test_int8_is_a_form_of_the_cpu(rand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with pytest.raises(CheckpointError, match="--weights int8: only on the CPU, not on cuda; use --weights fp16"):
+        load(str(rand), "int8", device="cuda")
 
 
 @pytest.mark.parametrize("storage", ["fp32", "fp16", "bf16"])

@@ -61,7 +61,10 @@ def test_slots_and_lanes_do_not_touch() -> None:
 def test_the_kernels_and_torch_see_the_same_memory() -> None:
     pool = KVPool(LAYOUT, slots=2)
     fill(pool, 0, 3, 4, value=9.0)
-    assert pool.array[0, 1, 0, 1, 3, 0] == 9.0 and pool.array[0, 1, 1, 1, 3, 0] == -9.0
+    head, dim = pool.lane, LAYOUT.head_dim
+    layer = 2 * LAYOUT.num_kv_heads * head
+    at = layer + head + 3 * dim  # slot 0, layer 1, K of head 1, row 3
+    assert pool.flat is not None and pool.flat[at] == 9.0 and pool.flat[at + layer // 2] == -9.0
 
 
 def test_proving_the_budget_leaves_nothing_resident() -> None:

@@ -14,6 +14,7 @@ from live import serve
 
 from model.checkpoint import load
 from model.config import ModelConfig, Storage
+from model.kernels import GROUP, PANEL, Panels
 from server.__main__ import main
 from server.planning import make_plan, plan_text
 from server.settings import PlanSettings
@@ -111,13 +112,11 @@ def test_a_pool_that_is_not_paged_has_as_many_slots_as_bytes_allow(tmp_path: Pat
     assert not plan.paged and plan.slots == 10
 
 
-@pytest.mark.parametrize("storage", ["fp32", "bf16"])
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "int8"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
-def test_weights_take_exactly_the_planned_bytes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str, tied: bool, storage: Storage
-) -> None:
-    monkeypatch.setattr("model.checkpoint.check_storage", lambda storage, device: None)
+def test_weights_take_exactly_the_planned_bytes(tmp_path: Path, family: str, tied: bool, storage: Storage) -> None:
+    """Beside them, products are filled up to whole panels of outputs, and in int8 to whole groups of inputs."""
     directory = random_hf(
         tmp_path, config_of(family, tie_word_embeddings=tied, **{"attention_bias": True} if family == "llama" else {})
     )
@@ -125,9 +124,11 @@ def test_weights_take_exactly_the_planned_bytes(
     held: dict[int, int] = {}
 
     def count(value: Any) -> None:
-        """Every tensor that an object holds, once by its memory."""
+        """Every tensor and array that an object holds, once by its memory."""
         if isinstance(value, torch.Tensor):
             held[value.data_ptr()] = value.nbytes
+        elif isinstance(value, Panels):
+            held.update({part.ctypes.data: part.nbytes for part in value if part.size})
         elif isinstance(value, list):
             for item in value:
                 count(item)
@@ -137,7 +138,14 @@ def test_weights_take_exactly_the_planned_bytes(
 
     count(decoder)
     tables = decoder.cos.nbytes + decoder.sin.nbytes
-    assert sum(held.values()) - tables == decoder.config.weight_bytes(storage)
+    filled = 0
+    for linear in decoder.linears():
+        outputs, inputs = linear.shape
+        groups = -(-inputs // GROUP)
+        wide = {"fp32": 4 * inputs, "bf16": 2 * inputs, "int8": groups * (GROUP + 4)}[storage]
+        filled += -(-outputs // PANEL) * PANEL * wide
+        filled -= outputs * (inputs + 4 * groups if storage == "int8" else wide)
+    assert sum(held.values()) - tables == decoder.config.weight_bytes(storage) + filled
 
 
 def test_a_server_shows_the_plan_that_the_command_makes(tmp_path: Path) -> None:

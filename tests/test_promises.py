@@ -14,13 +14,14 @@ import httpx
 import pytest
 from live import Live, serve
 
+PACE = 0.002  # seconds a step, so that what is to wait does wait on every machine
 COMMENT = re.compile(r": waiting position=(\d+) for=(\w+) latest_ms=(\d+|unknown)")
 
 
 @pytest.fixture(scope="module")
 def narrow(rand: Path) -> Iterator[Live]:
     """Two slots, and a pool that holds one sequence at full length and a half."""
-    with serve(model=str(rand), slots=2, kv_memory=192 * 1024, prefill_chunk=16) as server:
+    with serve(PACE, model=str(rand), slots=2, kv_memory=192 * 1024, prefill_chunk=16) as server:
         yield server
 
 
@@ -45,7 +46,7 @@ def busy(live: Live, count: int, **body: Any) -> list[threading.Thread]:
 
 
 def test_one_that_waits_is_told_its_place_what_binds_and_the_latest_time(rand: Path) -> None:
-    with serve(model=str(rand), slots=1) as live:
+    with serve(PACE, model=str(rand), slots=1) as live:
         threads = busy(live, 1, max_tokens=240)
         with ThreadPoolExecutor(2) as pool:
             texts = list(pool.map(lambda _: raw(live, prompt="x", max_tokens=200, ignore_eos=True), range(2)))
@@ -87,13 +88,12 @@ def test_patience_and_deadlines_end_a_request_with_their_own_reason(narrow: Live
         thread.join()
     late = narrow.generate("y", max_tokens=240, deadline_ms=30, ignore_eos=True)
     choice = late["choices"][0]
-    if choice["finish_reason"] == "deadline":
-        assert 0 < len(choice["token_ids"]) < 240 or late["slot"] is None
+    assert choice["finish_reason"] == "deadline" and len(choice["token_ids"]) < 16
     assert narrow.wait_idle()["pool"]["lent_bytes"] == 0
 
 
 def test_a_queue_is_bounded_in_prompt_tokens_too(rand: Path) -> None:
-    with serve(model=str(rand), slots=1, queue_tokens=100) as live:
+    with serve(PACE, model=str(rand), slots=1, queue_tokens=100) as live:
         threads = busy(live, 1, max_tokens=240)
         with ThreadPoolExecutor(1) as pool:
             waiting = pool.submit(raw, live, prompt=[1] * 80, max_tokens=1)
@@ -113,7 +113,7 @@ def test_reuse_changes_no_byte_and_is_reported(rand: Path, chunk: int) -> None:
     """Cold, taken over whole (a chat's next turn), copied from a resident slot and from a running one."""
     system = [10 + at % 200 for at in range(90)]
     ask = {"max_tokens": 24, "temperature": 0.8, "seed": 5, "ignore_eos": True, "logprobs": 2}
-    with serve(model=str(rand), slots=4, prefill_chunk=chunk) as live:
+    with serve(PACE, model=str(rand), slots=4, prefill_chunk=chunk) as live:
         cold = {at: live.generate([*system, at], cache_prefix=False, **ask) for at in (1, 2)}
         assert cold[1]["usage"]["cached_tokens"] == 0
         first = live.generate([*system, 1], **ask)
@@ -139,7 +139,7 @@ def test_reuse_changes_no_byte_and_is_reported(rand: Path, chunk: int) -> None:
 
 def test_siblings_share_their_prompt_and_come_in_waves_where_slots_are_few(rand: Path) -> None:
     prompt, ask = list(range(100)), {"max_tokens": 20, "seed": 3, "ignore_eos": True}
-    with serve(model=str(rand), slots=3, prefill_chunk=16) as live:
+    with serve(PACE, model=str(rand), slots=3, prefill_chunk=16) as live:
         rows = [0]
         engine = live.service.engine
         run = engine.runner.run

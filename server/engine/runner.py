@@ -74,7 +74,7 @@ class Runner:
                 sample_rows.append(len(tokens) - 1)
         tokens += [0] * (padded(len(tokens), self.safe_rows) - len(tokens))
         sample_rows += [0] * (padded(len(sample_rows), self.safe_rows) - len(sample_rows))
-        return Batch(torch.tensor(tokens), torch.tensor(slots), torch.tensor(positions), torch.tensor(sample_rows))
+        return Batch(*(torch.tensor(part, dtype=torch.int64) for part in (tokens, slots, positions, sample_rows)))
 
 
 def _sample(logits: Row, sequence: Sequence) -> Sampled | Exception:

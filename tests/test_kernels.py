@@ -1,0 +1,131 @@
+"""The compiled products: each output one chain in the order of the inputs, whatever is computed beside it."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import numpy as np
+import pytest
+import torch
+
+from model import kernels, linear
+from model.config import Storage
+from model.kernels import GROUP, PANEL
+from model.linear import Linear, pack, unpack
+
+STORAGES = get_args(Storage)
+
+
+def numbers(*shape: int, seed: int = 1) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize(("outputs", "inputs"), [(PANEL, GROUP), (3 * PANEL + 5, 2 * GROUP + 7), (1, 1)])
+def test_a_row_has_the_same_bits_in_every_crowd(storage: Storage, outputs: int, inputs: int) -> None:
+    product = Linear(numbers(outputs, inputs), storage, numbers(outputs, seed=2))
+    x = numbers(41, inputs, seed=3)
+    together = product(x)
+    for count in (1, 2, 3, 5, 6, 7, 8, 9, 15, 16, 17, 31, 40):
+        for first in (0, 41 - count):
+            assert torch.equal(product(x[first : first + count].contiguous()), together[first : first + count])
+
+
+@pytest.mark.parametrize("storage", ["fp32", "fp16", "bf16"])
+def test_an_output_is_one_chain_of_fused_multiply_adds(storage: Storage) -> None:
+    """In float64, whose products of two fp32 are exact, each step rounded to fp32: a fused multiply-add."""
+    weight, x = numbers(5, 70), numbers(3, 70, seed=3)
+    stored = weight.to(linear.DTYPES[storage]).double().numpy()
+    expected = np.zeros((3, 5), np.float32)
+    for n in range(70):
+        expected = (expected.astype(np.float64) + x[:, n : n + 1].double().numpy() * stored[:, n]).astype(np.float32)
+    # adding in float64 rounds once more, which can show in a last bit
+    np.testing.assert_allclose(Linear(weight, storage)(x).numpy(), expected, rtol=3e-7, atol=1e-7)
+
+
+def in_integers(x: np.ndarray[Any, Any], weight: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """What int8 means: groups rounded to -127..127 with a scale each, their sums exact, a chain over the groups."""
+    groups = -(-x.shape[1] // GROUP)
+
+    def rounded(rows: np.ndarray[Any, Any]) -> tuple[Any, Any]:
+        filled = np.zeros((len(rows), groups * GROUP), np.float32)
+        filled[:, : rows.shape[1]] = rows
+        filled = filled.reshape(len(rows), groups, GROUP)
+        most = np.abs(filled).max(axis=2)
+        inverse = np.where(most > 0, np.float32(127) / np.where(most > 0, most, 1), np.float32(0))
+        return np.rint(filled * inverse[:, :, None]).astype(np.int64), most / np.float32(127)
+
+    (a, a_scale), (b, b_scale) = rounded(x), rounded(weight)
+    total = np.zeros((len(x), len(weight)), np.float32)
+    for g in range(groups):
+        sums = (a[:, g] @ b[:, g].T).astype(np.float64)
+        both = (a_scale[:, g, None] * b_scale[None, :, g]).astype(np.float64)
+        total = (total + sums * both).astype(np.float32)
+    return total
+
+
+@pytest.mark.parametrize("depth", [4, 2, 1])
+def test_int8_is_exact_integers_at_every_depth(depth: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Machines without byte dots compute the same: four bytes, two or one at a time."""
+    if depth > kernels.DEPTH:
+        pytest.skip(f"this processor multiplies {kernels.DEPTH} bytes at a time")
+    x, weight = numbers(9, 2 * GROUP + 3), numbers(PANEL + 3, 2 * GROUP + 3, seed=2)
+    monkeypatch.setattr(linear, "DEPTH", depth)
+    panels = pack(weight, "int8")
+    groups = panels.scales.shape[1]
+    values = np.empty((9, groups * GROUP), {4: np.int8, 2: np.int16, 1: np.int32}[depth])
+    scales, starts = np.empty((9, groups), np.float32), np.empty((9, groups), np.int32)
+    kernels.quantise(x.numpy(), values, scales, starts)
+    out = np.empty((9, PANEL + 3), np.float32)
+    kernels.multiply_quantised(values, scales, starts, panels.numbers, panels.scales, panels.bias, out, False)
+    np.testing.assert_allclose(out, in_integers(x.numpy(), weight.numpy()), rtol=3e-7, atol=1e-6)
+    assert abs(out - (x @ weight.T).numpy()).max() < 0.03 * abs(out).max()
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_rows_of_a_packed_weight_come_back(storage: Storage) -> None:
+    weight = numbers(PANEL + 9, GROUP + 9)
+    ids = np.array([0, PANEL + 8, 7, 7])
+    got = unpack(pack(weight, storage), ids, GROUP + 9)
+    close = {"fp32": 0, "fp16": 1e-3, "bf16": 1e-2, "int8": 0.02}[storage]
+    np.testing.assert_allclose(got, weight[ids].numpy(), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_what_is_no_number_stays_none_and_in_its_row(storage: Storage, poison: float) -> None:
+    product, x = Linear(numbers(40, 70), storage), numbers(20, 70, seed=3)
+    clean = product(x)
+    x[4, 69] = poison
+    got = product(x)
+    assert not got[4].isfinite().any()
+    others = torch.arange(20) != 4
+    assert torch.equal(got[others], clean[others])
+
+
+def test_a_group_of_zeros_is_zero() -> None:
+    assert not Linear(torch.zeros(3, 70), "int8")(numbers(2, 70)).any()
+    assert not Linear(numbers(3, 70), "int8")(torch.zeros(2, 70)).any()
+
+
+@pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
+@pytest.mark.parametrize("gated", [True, False])
+def test_activations_equal_torch(kind: Any, gated: bool) -> None:
+    from model.decoder import _ACTIVATIONS
+
+    x = torch.cat((numbers(19, 60) * 4, torch.tensor([[-200.0, 200.0, 0.0] * 20])))
+    out = np.empty((20, 30 if gated else 60), np.float32)
+    kernels.activate(x.numpy(), kernels.ACTIVATIONS[kind], gated, out)
+    gate, up = x.chunk(2, dim=-1)
+    expected = _ACTIVATIONS[kind](gate) * up if gated else _ACTIVATIONS[kind](x)
+    torch.testing.assert_close(torch.from_numpy(out), expected, atol=2e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_norms_equal_torch(bias: bool) -> None:
+    x, weight, added = numbers(19, 60), numbers(60, seed=2), numbers(60, seed=3)
+    out = np.empty((19, 60), np.float32)
+    kernels.norm(x.numpy(), weight.numpy(), added.numpy() if bias else np.empty(0, np.float32), np.float32(1e-5), out)
+    norm = torch.nn.functional.layer_norm(x, (60,), weight, added) if bias else None
+    expected = torch.nn.functional.rms_norm(x, (60,), weight, 1e-5) if norm is None else norm
+    torch.testing.assert_close(torch.from_numpy(out), expected, atol=2e-6, rtol=1e-5)

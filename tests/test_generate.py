@@ -203,7 +203,7 @@ def test_bias_penalties_and_min_tokens_do_what_they_say(live: Live) -> None:
         ({"logit_bias": {"7": 101}}, "logit_bias.7", "at most 100"),
         ({"stop_token_ids": [-1]}, "stop_token_ids", "0..263"),
         ({"min_tokens": 9, "max_tokens": 8}, "min_tokens", "8"),
-        ({"repetition_penalty": 0}, "repetition_penalty", "more than 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty", "0.01"),
         ({"presence_penalty": 3}, "presence_penalty", "at most 2"),
         ({"n": 9}, "n", "at most 8"),
         ({"n": 0}, "n", "at least 1"),

@@ -3,6 +3,7 @@
 ApiError
 ├── BadRequest        400  the body is not what it should be
 │   └── BadGrammar    400  a schema, regex or grammar that cannot be compiled or followed
+├── BadHead           400  the request's head is no HTTP; 431 where it is too long, 408 where it came too slowly
 ├── Unauthorized      401  an API key is asked for, and none or a wrong one came
 ├── Unprocessable     422  a field is wrong or unknown
 ├── NeverFits         422  could not be served even by an empty pool; carries the numbers
@@ -62,6 +63,10 @@ def error_schema() -> dict[str, Any]:
 
 class BadRequest(ApiError):
     status, type, code = 400, "invalid_request_error", "bad_request"
+
+
+class BadHead(ApiError):
+    status, type, code = 400, "invalid_request_error", "bad_head"
 
 
 class Unauthorized(ApiError):

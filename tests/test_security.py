@@ -132,8 +132,14 @@ def test_a_head_beyond_its_bound_is_refused_in_the_error_form(live: Live, head: 
 
 
 def test_bytes_that_are_no_http_get_a_400_in_the_error_form(live: Live) -> None:
+    def counted() -> float:
+        line = next(line for line in CLIENT.get(live.url + "/metrics").text.splitlines() if 'code="bad_head"' in line)
+        return float(line.split()[-1])
+
+    before = counted()
     head, _, body = raw(live, b"\x16\x03\x01\x02\x00nonsense\r\n\r\n").partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert head.startswith(b"HTTP/1.1 400 ") and json.loads(body)["error"]["code"] == "bad_head"
+    assert counted() == before + 1
 
 
 def test_a_head_or_body_that_never_ends_is_not_waited_for(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

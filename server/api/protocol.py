@@ -4,17 +4,19 @@ chunks to HTTP/1.0 clients, and loses the body of a request that offers an upgra
 from __future__ import annotations
 
 import asyncio
+import json
 import re
 import sys
 from typing import Any
 
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
+from server.errors import BadHead
+
 HEAD_BYTES = 32 * 1024  # request line and headers together
 HEAD_S = 20.0  # from its first byte, or from connecting, to the blank line
 
 _UPGRADE = re.compile(rb"(?i)\r\nupgrade:[^\r\n]*")
-_BODY = b'{"error":{"message":"%s","type":"invalid_request_error","param":null,"code":"bad_head"}}'
 
 
 class Protocol(HttpToolsProtocol):
@@ -41,7 +43,7 @@ class Protocol(HttpToolsProtocol):
         if self._head_timer is not None and self._head_timer is before:  # all of it belongs to an unfinished head
             self._head += len(data)
             if self._head > HEAD_BYTES:
-                self._refuse(b"431 Request Header Fields Too Large", b"the head has more than %d bytes" % HEAD_BYTES)
+                self._too_long()
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -51,14 +53,17 @@ class Protocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         self._head_came()
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > HEAD_BYTES:
-            self._refuse(b"431 Request Header Fields Too Large", b"the head has more than %d bytes" % HEAD_BYTES)
+            self._too_long()
             raise ValueError("head too long")  # ends the parsing
         super().on_headers_complete()
         if self.scope["http_version"] == "1.0":
             _without_chunks(self.cycle)
 
     def send_400_response(self, msg: str) -> None:
-        self._refuse(b"400 Bad Request", b"this is no HTTP request")
+        self._refuse("400 Bad Request", "this is no HTTP request")
+
+    def _too_long(self) -> None:
+        self._refuse("431 Request Header Fields Too Large", f"the head has more than {HEAD_BYTES} bytes")
 
     def _await_head(self) -> None:
         self._head = 0
@@ -71,17 +76,18 @@ class Protocol(HttpToolsProtocol):
 
     def _too_slow(self) -> None:
         if self._head:
-            self._refuse(b"408 Request Timeout", b"no complete head within %d s" % HEAD_S)
+            self._refuse("408 Request Timeout", f"no complete head within {HEAD_S:g} s")
         else:
             self.transport.close()  # nobody asked anything
 
-    def _refuse(self, status: bytes, message: bytes) -> None:
+    def _refuse(self, status: str, message: str) -> None:
         self._head_came()
         cycle = self.cycle
         if not self.transport.is_closing() and (cycle is None or cycle.response_complete or not cycle.response_started):
-            body = _BODY % message
-            head = b"HTTP/1.1 %s\r\nContent-Type: application/json\r\nContent-Length: %d\r\nConnection: close\r\n\r\n"
-            self.transport.write(head % (status, len(body)) + body)
+            self.config.app.state.service.metrics.refused(BadHead.code)  # type: ignore[union-attr]
+            body = json.dumps(BadHead(message).body())
+            head = (f"HTTP/1.1 {status}", "Content-Type: application/json", f"Content-Length: {len(body)}")
+            self.transport.write("\r\n".join((*head, "Connection: close", "", body)).encode())
         self.transport.close()
 
 

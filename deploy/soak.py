@@ -50,6 +50,8 @@ class Soak:
         self.samples: list[dict[str, float]] = []
         self.untruths: list[str] = []
         self.checks = 0
+        self.stood_still_s = 0.0
+        self.awake_since = 0.0
 
     def check(self, true: bool, what: str) -> None:
         self.checks += 1
@@ -129,7 +131,7 @@ class Soak:
                     continue
                 frame = json.loads(line[6:])
                 if frame["type"] == "token":
-                    if last and not slow and body["n"] == 1:
+                    if last > self.awake_since and not slow and body["n"] == 1:
                         self.gaps.append((now, now - last))
                     last = now
                     came += len(frame["token_ids"])
@@ -144,10 +146,20 @@ class Soak:
 
     async def _refused(self, answer: httpx.Response) -> None:
         self.saw[f"refused {answer.status_code}"] += 1
-        self.check(answer.status_code == 429 and "retry-after" in answer.headers, f"refused {answer.text[:200]}")
+        self.check(answer.status_code in (429, 503), f"refused {answer.text[:200]}")
+        self.check("retry-after" in answer.headers, "a refusal without Retry-After")
         await asyncio.sleep(min(2.0, float(answer.headers.get("retry-after", 1))) * self.random.random())
 
     # The watch
+
+    async def beat(self) -> None:
+        """Notices when this process was stopped, as on a machine that is lent out: no gap of such a time counts."""
+        while True:
+            before = time.monotonic()
+            await asyncio.sleep(0.25)
+            if (late := time.monotonic() - before - 0.25) > 2.0:
+                self.stood_still_s += late
+                self.awake_since = time.monotonic() + 1.0
 
     async def watch(self, every_s: float) -> None:
         """A sample every so often, and a look at the slots at moments that nobody can foresee."""
@@ -190,20 +202,22 @@ class Soak:
     async def run(self, clients: int) -> dict[str, Any]:
         before = await self.idle()
         watch = asyncio.create_task(self.watch(every_s=5.0))
+        beat = asyncio.create_task(self.beat())
         visitors = [asyncio.create_task(self.visitor()) for _ in range(clients)]
         end = time.monotonic() + self.seconds
-        while (left := end - time.monotonic()) > 0:
+        while (left := end + self.stood_still_s - time.monotonic()) > 0:
             await asyncio.wait({watch}, timeout=min(30.0, left))
             if watch.done():
                 break  # its fault is raised below
             sample = self.samples[-1]
             print(f"{sample['at']:6.0f} s  " + "  ".join(f"{name} {sample[name]:.1f}" for name in LEVELS), flush=True)
         self.ended = True
-        _, late = await asyncio.wait(visitors, timeout=120)
+        _, late = await asyncio.wait(visitors, timeout=600)
         for task in late:
             task.cancel()
         await watch
-        self.check(not late, f"{len(late)} clients still waited for an answer after two minutes")
+        beat.cancel()
+        self.check(not late, f"{len(late)} clients still waited for an answer after ten minutes")
         await asyncio.sleep(8)  # keep-alive connections close
         after = await self.idle()
         self._compare({name: after[name] - before.get(name, 0.0) for name in after}, before, after)
@@ -226,12 +240,12 @@ class Soak:
         first, last = self.samples[quarter : 2 * quarter] or self.samples, self.samples[-quarter:]
         levels = {name: [median([one[name] for one in part]) for part in (first, last)] for name in LEVELS}
         start = min((when for when, _ in self.gaps), default=0.0)
-        parts = [
-            [gap for when, gap in self.gaps if at <= (when - start) / self.seconds * 4 < at + 1] for at in range(4)
-        ]
+        length = max((when for when, _ in self.gaps), default=0.0) - start + 1e-9
+        parts = [[gap for when, gap in self.gaps if at <= (when - start) / length * 4 < at + 1] for at in range(4)]
         growth = levels["memory MiB"][1] - levels["memory MiB"][0]
         return {
             "seconds": round(self.samples[-1]["at"]),
+            "of_which_stood_still": round(self.stood_still_s),
             "clients_saw": dict(self.saw),
             "tokens": self.tokens,
             "second_and_last_quarter": levels,

@@ -22,6 +22,7 @@ from checkpoints import random_llama
 from live import CLIENT, Live, parse_sse, process, serve, stream_raw
 from safetensors.torch import load_file, save_file
 
+from server.api import life
 from server.api.life import TICK_S, Watch
 from server.api.stream import Stream
 from server.engine.engine import Patience, Pulse
@@ -148,6 +149,7 @@ def own(rand: Path) -> Iterator[Live]:
 def test_a_stuck_step_turns_health_to_503_within_2_s_ends_every_stream_and_is_forgiven_when_it_goes_on(
     own: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(life, "seconds_in_line", dict)  # the bound holds where processors are free
     runner, go_on, stuck_since = own.service.engine.runner, threading.Event(), []
     run = runner.run
 
@@ -261,6 +263,7 @@ def watched() -> tuple[Watch, Any, list[str]]:
 
 
 def test_a_process_that_was_stopped_for_long_finds_no_fault_at_waking(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(life, "seconds_in_line", dict)
     watch, streams, failed = watched()
     streams.engine.pulse = Pulse(1, 1.25)
     watch.tick()
@@ -270,6 +273,27 @@ def test_a_process_that_was_stopped_for_long_finds_no_fault_at_waking(monkeypatc
     for _ in range(int(1.25 / TICK_S)):
         watch.tick()
     assert len(failed) == 1 and streams.stuck
+
+
+def test_an_engine_that_stands_in_line_for_a_processor_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_line = {"1": 7.0, "2": 0.0}
+    monkeypatch.setattr(life, "seconds_in_line", lambda: dict(in_line))
+    watch, streams, failed = watched()
+    streams.engine.pulse = Pulse(1, 1.25)
+    watch.tick()
+    for _ in range(100):
+        in_line["2"] += TICK_S  # all the time
+        watch.tick()
+    assert not failed
+    for _ in range(11):
+        in_line["2"] += TICK_S / 2
+        watch.tick()
+    assert len(failed) == 1
+
+
+def test_the_kernel_tells_how_long_threads_stand_in_line() -> None:
+    waited = life.seconds_in_line()
+    assert len(waited) >= threading.active_count() > 0 and all(seconds >= 0 for seconds in waited.values())
 
 
 def test_an_engine_that_waits_for_work_or_moves_on_is_never_stuck() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
+from pathlib import Path
 
 from server.api.service import Service
 from server.api.stream import Streams
@@ -15,16 +17,27 @@ log = logging.getLogger("tokenteller")
 TICK_S = 0.25
 
 
+def seconds_in_line() -> dict[str, float]:
+    """How long each thread of this process has been ready to run without a processor, by the kernel; Linux only."""
+    waited = {}
+    for file in Path("/proc/self/task").glob("*/schedstat"):
+        with suppress(OSError, IndexError):  # a thread that has just ended
+            waited[file.parent.name] = int(file.read_text().split()[1]) / 1e9
+    return waited
+
+
 class Watch:
     """Compares the engine's pulse tick by tick; an engine without a new one for too long is stuck.
 
-    It counts its own ticks and not the clock, so that a process that was stopped for a while finds no fault at waking.
+    It counts its own ticks and not the clock, so that a process that was stopped for a while finds no fault at waking;
+    and of each tick only the part in which no thread of ours stood in line for a processor: to starve is not to hang.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
         self._seen: Pulse | None = None
-        self._ticks = 0
+        self._still_s = 0.0
+        self._in_line: dict[str, float] = {}
 
     async def run(self) -> None:
         while True:
@@ -34,9 +47,14 @@ class Watch:
     def tick(self) -> None:
         """One look. A verdict ends every stream; it is taken back when the engine goes on after all."""
         streams, pulse = self._streams, self._streams.engine.pulse
-        self._ticks = self._ticks + 1 if pulse is not None and pulse == self._seen else 0
+        in_line = seconds_in_line()
+        starved = max((waited - self._in_line.get(thread, 0.0) for thread, waited in in_line.items()), default=0.0)
+        self._in_line = in_line
+        self._still_s += max(0.0, TICK_S - starved)
+        if pulse is None or pulse != self._seen:
+            self._still_s = 0.0
         self._seen = pulse
-        stuck = pulse is not None and self._ticks * TICK_S >= pulse.patience_s
+        stuck = pulse is not None and self._still_s >= pulse.patience_s
         if stuck and pulse is not None and streams.stuck is None:
             streams.stuck = f"the engine made no progress for {pulse.patience_s:.3g} s"
             log.error("engine stuck", extra={"fields": {"round": pulse.round, "patience_s": pulse.patience_s}})

@@ -18,19 +18,24 @@ since numba looks at no other to see whether what it kept is out of date.
 from __future__ import annotations
 
 import math
+import uuid
 from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
-from numba.core import cgutils
+from numba.core import caching, cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
 from model.config import Activation
 
 Floats = NDArray[np.float32]
+
+# numba names the files of compiled code by number and writes the index first: of two processes that compile at the same
+# time, or after a change, one can be given the other's code. A name of its own for each file leaves no such moment.
+caching.IndexDataCacheFile._data_name = lambda self, number: self._data_name_pattern.format(number=uuid.uuid4().int)
 
 
 class Panels(NamedTuple):

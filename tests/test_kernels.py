@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import numpy as np
 import pytest
 import torch
+from numba.core import caching
 
 from model import kernels, linear
 from model.config import Storage
@@ -129,3 +131,19 @@ def test_norms_equal_torch(bias: bool) -> None:
     norm = torch.nn.functional.layer_norm(x, (60,), weight, added) if bias else None
     expected = torch.nn.functional.rms_norm(x, (60,), weight, 1e-5) if norm is None else norm
     torch.testing.assert_close(torch.from_numpy(out), expected, atol=2e-6, rtol=1e-5)
+
+
+def test_compiled_code_kept_on_disk_is_never_another_functions(tmp_path: Path) -> None:
+    """Two processes keep code at the same moment: each reads back its own, or nothing, never the other's."""
+    one, two, later = (caching.IndexDataCacheFile(str(tmp_path), "f", "stamp") for _ in range(3))
+    before = two._load_index()
+    two._load_index = lambda: dict(before)
+    write = one._save_data
+
+    def written_last(name: str, data: Any) -> None:
+        two.save("c", "code of c")
+        write(name, data)
+
+    one._save_data = written_last
+    one.save("d", "code of d")
+    assert later.load("c") in (None, "code of c") and later.load("d") in (None, "code of d")

@@ -83,7 +83,7 @@ class ModelSettings(BaseSettings):
         None,
         description="bytes for K and V, e.g. 512MiB (default: all slots at full length, at most half of what is free)",
     )
-    prefill_chunk: int = Field(32, ge=1, le=4096, description="prompt tokens computed per step beside running streams")
+    prefill_chunk: int = Field(128, ge=1, le=4096, description="most prompt tokens computed in one step")
 
 
 class ServeSettings(ModelSettings):
@@ -98,6 +98,11 @@ class ServeSettings(ModelSettings):
         "peak",
         description="lend by the peak of what all can come to need at any step, reserve everyone's maximum, or lend "
         "beyond the peak what clients as a rule do not use",
+    )
+    token_gap: int | None = Field(
+        None,
+        ge=1,
+        description="wished longest gap in ms between tokens while prompts are computed (default: 1.5 times the usual)",
     )
     bypass_limit: int = Field(4, ge=0, description="times that a waiting request may be passed by one behind it")
     queue_limit: int = Field(256, ge=1, description="requests that may wait; one more gets 429")

@@ -12,6 +12,8 @@ import httpx
 import pytest
 from live import Live, process
 
+from server.engine.runner import usable_cpus
+
 ROOT = Path(__file__).parent.parent
 
 
@@ -81,3 +83,12 @@ def test_generate_without_a_server_makes_one_of_its_own(rand: Path, live: Live) 
 def test_generate_says_what_the_server_refused(live: Live) -> None:
     result = run("generate", "hi", "--url", live.url, "--max-tokens", "999")
     assert result.returncode == 1 and "at most 254" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("quota", "cpus"), [("150000 100000", 1), ("100 100000", 1), ("max 100000", 3), ("900000 100000", 3)]
+)
+def test_threads_follow_affinity_and_the_cgroups_quota(quota: str, cpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2})
+    monkeypatch.setattr("pathlib.Path.read_text", lambda path: quota)
+    assert usable_cpus() == cpus

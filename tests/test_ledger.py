@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from model.kv_memory import KVLayout
 from server.engine.cost import StepCost
 from server.engine.ledger import BYTES, PROMPT, SEATS, KVLedger, Timetable
-from server.engine.scheduler import common_prefix
+from server.engine.scheduler import Scheduler, common_prefix
 from server.engine.usage import KNOWN, Expected, survival
 
 PAGE = 4096
@@ -204,7 +204,7 @@ def test_the_cost_of_a_step_and_of_a_row_is_learned() -> None:
     assert cost.rows_within(0.05, 1000) in (29, 30) and cost.rows_within(0.01, 1000) == 0
     assert cost.rows_within(9.0, 64) == 64
     cost.observe(10, 100.0)  # the machine slept
-    assert cost.predict(10) < 0.05
+    assert cost.predict(10) < 0.06
 
 
 def test_a_cost_that_never_varies_is_a_row_alike() -> None:
@@ -212,6 +212,27 @@ def test_a_cost_that_never_varies_is_a_row_alike() -> None:
     for _ in range(50):
         cost.observe(8, 0.04)
     assert cost.predict(8) == pytest.approx(0.04)
+    assert cost.rows_within(1.0, 64) == 0  # nobody knows what a row more would cost
+
+
+def test_what_a_row_costs_is_not_forgotten_while_all_steps_are_alike() -> None:
+    cost = StepCost()
+    for rows in [8, 40] * 50:
+        cost.observe(rows, 0.004 + 0.0005 * rows)
+    for _ in range(2_000):
+        cost.observe(8, 0.006)  # dearer meanwhile
+    assert cost.slope == pytest.approx(0.0005, rel=0.2) and cost.predict(8) == pytest.approx(0.006, rel=1e-3)
+
+
+@pytest.mark.parametrize(("gap", "rows"), [(None, 9), (0.05, 32), (0.001, 4), (10.0, 64)])
+def test_prompts_get_the_rows_that_leave_the_tokens_their_pace(gap: float | None, rows: int) -> None:
+    """A step costs 10 ms and 1 ms a row; 8 decode: 18 ms, half more is 27. 4 rows are sure, 64 are the most."""
+    layout = KVLayout(1, 1, 64, 64)
+    scheduler = Scheduler(KVLedger(layout, 2, 4 * layout.committed(64), prompt_rows=4), 64, token_gap_s=gap)
+    assert scheduler._prefill_budget(8) == 4  # nothing is known yet
+    for computed in [8, 40] * 50:
+        scheduler.cost.observe(computed, 0.01 + 0.001 * computed)
+    assert scheduler._prefill_budget(8) in (rows, rows - 1) and scheduler._prefill_budget(0) == 64
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(0, 2), max_size=60), st.integers(0, 70))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import gc
-import os
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -27,8 +26,8 @@ from server.api.service import Service, service_of
 from server.api.stream import Streams
 from server.engine.engine import Engine
 from server.engine.explain import Decisions
-from server.engine.ledger import KVLedger
-from server.engine.runner import Runner, use_threads
+from server.engine.ledger import SURE_ROWS, KVLedger
+from server.engine.runner import Runner, usable_cpus, use_threads
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Event
 from server.errors import ApiError, MethodNotAllowed, NotFound, error_schema
@@ -50,7 +49,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     Raises ConfigError or CheckpointError for the model, PoolMemoryError and ValueError for the memory.
     """
     config, layout, plan = make_plan(settings)
-    threads = settings.threads or len(os.sched_getaffinity(0))
+    threads = settings.threads or usable_cpus()
     use_threads(threads)
     if not layout.rows_that_fit(plan.pool_bytes):
         raise ValueError("; ".join(plan.advice))
@@ -59,10 +58,11 @@ def create_app(settings: ServeSettings) -> FastAPI:
     pool = KVPool(layout, plan.slots, settings.device, checkpoint.decoder.kv_dtype)
     pool.prove(plan.pool_bytes)
     metrics = Metrics(checkpoint.name)
-    ledger = KVLedger(layout, plan.slots, plan.pool_bytes, settings.admission, settings.prefill_chunk)
+    ledger = KVLedger(layout, plan.slots, plan.pool_bytes, settings.admission, min(SURE_ROWS, settings.prefill_chunk))
     scheduler = Scheduler(
         ledger,
         settings.prefill_chunk,
+        token_gap_s=settings.token_gap / 1000 if settings.token_gap else None,
         bypass_limit=settings.bypass_limit,
         hold_limit_s=settings.slow_reader_timeout,
         decisions=Decisions(ledger) if settings.explain or settings.explain_json else None,

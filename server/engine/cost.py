@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-_FORGET = 0.98  # weight of the past at each new step: about the last 50 count
+_TELLING = 0.05  # spread of the steps' rows, relative to their mean squared, from which on a slope is learned
+_FORGET = 0.94  # weight of the past at each new step: about the last 16 count
 
 
 class StepCost:
-    """seconds = base + slope x rows, fitted by least squares over the recent steps (each weighs 0.98 of the next)."""
+    """seconds = base + slope x rows, fitted by least squares over the recent steps (each weighs 0.94 of the next)."""
 
     def __init__(self) -> None:
         self.base = self.slope = 0.0
@@ -24,15 +25,16 @@ class StepCost:
         self._xy = keep * self._xy + rows * seconds
         mean_x, mean_y = self._x / self._n, self._y / self._n
         spread = self._xx / self._n - mean_x * mean_x
-        slope = (self._xy / self._n - mean_x * mean_y) / spread if spread > 1e-9 else 0.0
-        self.slope = min(max(slope, 0.0), mean_y / mean_x)
+        if spread > _TELLING * mean_x * mean_x:  # else all were about as large: what a row costs stays as it was
+            slope = (self._xy / self._n - mean_x * mean_y) / spread
+            self.slope = min(max(slope, 0.0), mean_y / mean_x)
         self.base = mean_y - self.slope * mean_x
 
     def predict(self, rows: float) -> float:
         return self.base + self.slope * rows
 
     def rows_within(self, seconds: float, most: int) -> int:
-        """Rows that a step can compute in `seconds`, at most `most`."""
+        """Rows that a step can compute in `seconds`, at most `most`; 0 as long as nobody knows what a row costs."""
         if self.slope <= 0.0:
-            return most if self.base <= seconds else 0
+            return 0
         return max(0, min(most, int((seconds - self.base) / self.slope)))

@@ -24,6 +24,7 @@ from model.kv_memory import KVLayout
 from server.engine.usage import Expected, Usage
 
 Rule = Literal["peak", "reserve", "learned"]
+SURE_ROWS = 16  # prompt rows that every step computes if there are so many, whatever the tokens' pace
 Table = NDArray[np.int64]
 
 BYTES, SEATS, PROMPT = 0, 1, 2  # the rows of a timetable
@@ -149,6 +150,7 @@ class KVLedger:
         self.rule = rule
         self.accounts: dict[int, Account] = {}
         self.resident: dict[int, int] = {}  # slot -> rows, least recently used first
+        self.sure_rows = prompt_rows
         self.timetable = Timetable(budget_bytes, slots, prompt_rows)
         self._bytes = [layout.committed(rows) for rows in range(layout.max_context + 1)]
         self._curve = np.array(self._bytes, np.int64)

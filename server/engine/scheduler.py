@@ -31,6 +31,7 @@ from server.engine.sequence import (
 )
 
 AGEING_S = 10.0  # a request of the next lower priority is overtaken for so long, and no longer
+STRETCH = 1.5  # how much longer a step may take for the sake of prompts, if no gap is wished
 LOOK_AHEAD = 16  # so many of those that wait are tried when something has come free
 WORTH_COPYING = 16  # rows of a common prefix below which computing them is as good
 
@@ -409,10 +410,15 @@ class Scheduler:
         return spans
 
     def _prefill_budget(self, decoding: int) -> int:
-        """Prompt rows for this step, so that those that decode keep their pace."""
-        if self.token_gap_s is None or not decoding:
+        """Prompt rows for this step, so that those that decode keep their pace: a wished gap, or 1.5 times their own step.
+
+        Never fewer than what the timetable counts on, nor more than `prefill_chunk`.
+        """
+        if not decoding:
             return self.prefill_chunk
-        return min(self.prefill_chunk, self.cost.rows_within(self.token_gap_s, 1 << 20) - decoding)
+        gap = self.token_gap_s or STRETCH * self.cost.predict(decoding)
+        rows = self.cost.rows_within(gap, self.prefill_chunk + decoding) - decoding
+        return max(rows, self.ledger.sure_rows)
 
     def _advance(self, sequence: Sequence, outcome: Sampled | Exception, events: list[Event]) -> None:
         request = sequence.request

@@ -22,6 +22,7 @@ import uuid
 from typing import Any, NamedTuple
 
 import llvmlite.binding as llvm
+import numba
 import numpy as np
 from llvmlite import ir
 from numba import njit, prange, types
@@ -36,6 +37,9 @@ Floats = NDArray[np.float32]
 # numba names the files of compiled code by number and writes the index first: of two processes that compile at the same
 # time, or after a change, one can be given the other's code. A name of its own for each file leaves no such moment.
 caching.IndexDataCacheFile._data_name = lambda self, number: self._data_name_pattern.format(number=uuid.uuid4().int)
+
+# Starts numba's threads. Code that is read back from disk takes them for started and crashes if they are not.
+numba.get_num_threads()
 
 
 class Panels(NamedTuple):

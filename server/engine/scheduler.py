@@ -410,7 +410,7 @@ class Scheduler:
         return spans
 
     def _prefill_budget(self, decoding: int) -> int:
-        """Prompt rows for this step, so that those that decode keep their pace: a wished gap, or 1.5 times their own step.
+        """Prompt rows for this step, so that those that decode keep their pace: a wished gap, or 1.5 times theirs.
 
         Never fewer than what the timetable counts on, nor more than `prefill_chunk`.
         """

@@ -19,18 +19,18 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 
+from server.settings import ServeSettings
+
 DEMAND = "kv_demand"  # bytes that those who run and those who wait can come to need, as a share of a replica's pool
 WISHED = 0.7
-CPUS = int(os.environ.get("TOKENTELLER_THREADS", "2"))
-SHUTDOWN_S = float(os.environ.get("TOKENTELLER_SHUTDOWN_TIMEOUT", "30"))
+CPUS = ServeSettings().threads or 2
 
 
 def build() -> Any:
     """The app of one replica; called in the replica's own process."""
     from server.api.app import create_app
-    from server.settings import ServeSettings
 
-    Replica.app = create_app(ServeSettings())
+    Replica.app = create_app(ServeSettings(threads=CPUS))
     return Replica.app
 
 
@@ -62,12 +62,13 @@ def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 def application(environment: Mapping[str, str] = os.environ) -> serve.Application:
     """The deployment with its limits; RAY_MIN_REPLICAS and RAY_MAX_REPLICAS bound the number."""
-    slots, queue = (int(environment.get(f"TOKENTELLER_{name}", "64")) for name in ("SLOTS", "QUEUE_LIMIT"))
+    settings = ServeSettings()
     deployment = serve.deployment(
         name="tokenteller",
         ray_actor_options={"num_cpus": CPUS},
-        max_ongoing_requests=slots + queue + 64,  # the queue is ours: it answers 429 with a time, Ray's would only grow
-        graceful_shutdown_timeout_s=SHUTDOWN_S,
+        # the queue is ours: it answers 429 with a time, Ray's would only grow
+        max_ongoing_requests=settings.slots + settings.queue_limit + 64,
+        graceful_shutdown_timeout_s=settings.shutdown_timeout,
         request_router_config=RequestRouterConfig(
             request_router_class="ray.serve.experimental.consistent_hash_router:ConsistentHashRouter"
         ),

@@ -165,7 +165,10 @@ class Soak:
         """A sample every so often, and a look at the slots at moments that nobody can foresee."""
         began = time.monotonic()
         while not self.ended:
-            figures = await self.metrics()
+            try:
+                figures = await self.metrics()
+            except httpx.TransportError:  # a connection that was closed while this process stood still
+                continue
             sample = {name: figures.get(family, 0.0) * unit for name, (family, unit) in LEVELS.items()}
             sample |= {"at": time.monotonic() - began, "tokens": figures["vllm:generation_tokens_total"]}
             self.samples.append(sample)
@@ -175,7 +178,10 @@ class Soak:
                 await asyncio.sleep(self.random.uniform(0.05, 0.5))
 
     async def _look(self) -> None:
-        answer = await self.client.get("/slots")
+        try:
+            answer = await self.client.get("/slots")
+        except httpx.TransportError:
+            return
         if answer.status_code == 503:  # the engine had no time within 2 s; it says so
             self.saw["slots: busy"] += 1
             return
@@ -266,7 +272,7 @@ def quantile(values: list[float], share: float) -> float:
 
 
 async def soak(options: argparse.Namespace) -> dict[str, Any]:
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=16, keepalive_expiry=5)
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=16, keepalive_expiry=2)
     async with httpx.AsyncClient(base_url=options.url, timeout=600, limits=limits, trust_env=False) as client:
         return await Soak(client, options.minutes * 60, options.seed).run(options.clients)
 

@@ -428,7 +428,9 @@ def check_ray(url: str, replicas: Callable[[], int]) -> None:
 
 
 def busy(url: str) -> int:
-    return sum(slot["state"] == "running" for slot in CLIENT.get(url + "/slots").json()["slots"])
+    while (answer := CLIENT.get(url + "/slots")).status_code == 503:
+        time.sleep(0.2)  # on a busy machine the engine may not answer within 2 s
+    return sum(slot["state"] == "running" for slot in answer.json()["slots"])
 
 
 def traffic(live: Live, seconds: float) -> None:

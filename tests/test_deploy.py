@@ -406,7 +406,6 @@ def check_ray(url: str, replicas: Callable[[], int]) -> None:
             while replicas() < 2:
                 assert time.monotonic() - began < 180, "no second replica came"
                 time.sleep(0.5)
-            assert busy(url) > 0
             print(f"a second replica after {time.monotonic() - began:.1f} s")
         finally:
             stop.set()

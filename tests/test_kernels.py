@@ -151,15 +151,8 @@ def test_compiled_code_kept_on_disk_is_never_another_functions(tmp_path: Path) -
     assert later.load("c") in (None, "code of c") and later.load("d") in (None, "code of d")
 
 
-def test_code_read_back_from_disk_finds_numbas_threads_started() -> None:
-    """The first process compiles or not, the second surely reads back; a block without threads crashes there."""
-    code = (
-        "import torch; from model.checkpoint import load; from model.attention import Batch\n"
-        "from model.kv_memory import KVLayout; from model.kv_pool import KVPool\n"
-        "decoder = load('toy', 'fp16').decoder; one = torch.zeros(1, dtype=torch.int64)\n"
-        "pool = KVPool(KVLayout.of(decoder.config, 64), slots=1)\n"
-        "print(int(decoder.forward(Batch(one, one, one, one), pool).argmax()))"
-    )
-    runs = [subprocess.run([sys.executable, "-c", code], capture_output=True, text=True) for _ in range(2)]
-    assert [run.returncode for run in runs] == [0, 0], runs[1].stderr
-    assert runs[0].stdout == runs[1].stdout
+def test_numbas_threads_are_started_before_code_is_read_back_from_disk() -> None:
+    """A block whose parts came from disk when it was compiled does not start them itself, and crashes without."""
+    code = "import model.kernels, numba; print(numba.threading_layer())"  # raises ValueError if none was started
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

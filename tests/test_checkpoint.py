@@ -338,3 +338,16 @@ def test_loading_tells_how_far_it_has_come(tmp_path: Path) -> None:
     quick = io.StringIO()
     load(str(tmp_path), "fp32", progress=Progress(quick, quiet_s=60))
     assert quick.getvalue() == ""
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells and gives back pages of code")
+def test_pages_of_code_that_only_loading_needed_are_given_back() -> None:
+    code = (
+        "from model.checkpoint import give_back_memory, load\n"
+        "def file(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'RssFile' in line)\n"
+        "load('toy', 'fp16'); import torch; (torch.ones(300, 300) @ torch.ones(300, 300)).sum(); before = file()\n"
+        "give_back_memory(); after = file(); print(before, after, float((torch.ones(9, 9) @ torch.ones(9, 9)).sum()))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    before, after, total = done.stdout.split()
+    assert int(after) < 0.7 * int(before) and float(total) == 729

@@ -102,7 +102,7 @@ class ServeSettings(ModelSettings):
     token_gap: int | None = Field(
         None,
         ge=1,
-        description="wished longest gap in ms between tokens while prompts are computed (default: 1.5 times the usual)",
+        description="wished gap in ms between tokens while prompts are computed (default: half a step more for each)",
     )
     bypass_limit: int = Field(4, ge=0, description="times that a waiting request may be passed by one behind it")
     queue_limit: int = Field(256, ge=1, description="requests that may wait; one more gets 429")

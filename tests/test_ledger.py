@@ -229,10 +229,12 @@ def test_prompts_get_the_rows_that_leave_the_tokens_their_pace(gap: float | None
     """A step costs 10 ms and 1 ms a row; 8 decode: 18 ms, half more is 27. 4 rows are sure, 64 are the most."""
     layout = KVLayout(1, 1, 64, 64)
     scheduler = Scheduler(KVLedger(layout, 2, 4 * layout.committed(64), prompt_rows=4), 64, token_gap_s=gap)
-    assert scheduler._prefill_budget(8) == 4  # nothing is known yet
+    assert scheduler._prefill_budget(8, 1) == 4  # nothing is known yet
     for computed in [8, 40] * 50:
         scheduler.cost.observe(computed, 0.01 + 0.001 * computed)
-    assert scheduler._prefill_budget(8) in (rows, rows - 1) and scheduler._prefill_budget(0) == 64
+    assert scheduler._prefill_budget(8, 1) in (rows, rows - 1) and scheduler._prefill_budget(0, 1) == 64
+    if gap is None:  # 18 ms and half as much for each of three prompts
+        assert scheduler._prefill_budget(8, 3) in (26, 27) and scheduler._prefill_budget(8, 99) == 64
 
 
 @given(st.lists(st.integers(0, 2), max_size=60), st.lists(st.integers(0, 2), max_size=60), st.integers(0, 70))

@@ -31,7 +31,8 @@ from server.engine.sequence import (
 )
 
 AGEING_S = 10.0  # a request of the next lower priority is overtaken for so long, and no longer
-STRETCH = 1.5  # how much longer a step may take for the sake of prompts, if no gap is wished
+STRETCH = 0.5  # of a step's own time that each prompt may make it longer, if no gap is wished,
+MOST_PROMPTS = 8  # up to so many
 LOOK_AHEAD = 16  # so many of those that wait are tried when something has come free
 WORTH_COPYING = 16  # rows of a common prefix below which computing them is as good
 
@@ -339,7 +340,7 @@ class Scheduler:
         rows = sum(max(0, len(s.request.prompt) - s.computed) for s in self.running if s.source is None)
         rows += sequence.source is not None
         decoding = sum(s.computed >= len(s.request.prompt) for s in self.running)
-        steps = -(-rows // max(1, self._prefill_budget(decoding)))
+        steps = -(-rows // max(1, self._prefill_budget(decoding, len(self.running) - decoding)))
         return steps * self.cost.predict(decoding) + rows * self.cost.slope
 
     # Running
@@ -395,7 +396,7 @@ class Scheduler:
                 self._replan(sequence, force=True)  # it is behind its plan
             left = len(sequence.tokens) - sequence.computed
             sure.append(min(left, accounts[sequence.slot].plan.prompt_rows(clock)))
-        spare = self._prefill_budget(decoding) - sum(sure)
+        spare = self._prefill_budget(decoding, len(prompts)) - sum(sure)
         spans = []
         reached: dict[Sequence, int] = {}
         for sequence, rows in zip(prompts, sure, strict=True):
@@ -409,14 +410,14 @@ class Scheduler:
                 spans.append(Span(sequence, sequence.computed, sequence.computed + rows))
         return spans
 
-    def _prefill_budget(self, decoding: int) -> int:
-        """Prompt rows for this step, so that those that decode keep their pace: a wished gap, or 1.5 times theirs.
+    def _prefill_budget(self, decoding: int, prompts: int) -> int:
+        """Prompt rows for this step, so that those that decode keep their pace: a wished gap, or half a step a prompt.
 
         Never fewer than what the timetable counts on, nor more than `prefill_chunk`.
         """
         if not decoding:
             return self.prefill_chunk
-        gap = self.token_gap_s or STRETCH * self.cost.predict(decoding)
+        gap = self.token_gap_s or (1 + STRETCH * min(prompts, MOST_PROMPTS)) * self.cost.predict(decoding)
         rows = self.cost.rows_within(gap, self.prefill_chunk + decoding) - decoding
         return max(rows, self.ledger.sure_rows)
 

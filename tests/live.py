@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -98,8 +99,11 @@ def joined(frames: list[dict[str, Any]], index: int = 0) -> str:
 
 
 @contextmanager
-def serve(pace: float = 0.0, **settings: Any) -> Iterator[Live]:
-    """A server with these settings until the block ends; `pace`: seconds that each step takes longer than it would."""
+def serve(pace: float = 0.0, send_buffer: int = 0, **settings: Any) -> Iterator[Live]:
+    """A server with these settings until the block ends.
+
+    pace: seconds that each step takes longer than it would. send_buffer: bytes a connection may hold in the kernel.
+    """
     chosen = ServeSettings(port=0, **{"threads": 1, **settings})  # the clients need the other core
     app = create_app(chosen)
     server = uvicorn.Server(uvicorn_config(app, chosen))
@@ -112,7 +116,10 @@ def serve(pace: float = 0.0, **settings: Any) -> Iterator[Live]:
         runner = app.state.service.engine.runner
         run = runner.run
         runner.run = lambda step: (time.sleep(pace), run(step))[1]
-    port = server.servers[0].sockets[0].getsockname()[1]
+    listener = server.servers[0].sockets[0]
+    port = listener.getsockname()[1]
+    if send_buffer:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
     try:
         yield Live(f"http://127.0.0.1:{port}", app.state.service)
     finally:

@@ -6,8 +6,7 @@
 
 A step takes --step-ms (1 s by default, so that time is steps) and --row-us for each of its rows. Requests of a mix
 arrive as fast as the queue takes them (--queue), those of a trace at their time in seconds. `optimistic` is a model of
-servers that admit whatever fits now and, when the pool is full, evict the youngest and compute it again; `restart` has
-it generate again as well.
+servers that admit what fits now and, when the pool is full, evict the youngest and compute its rows again.
 """
 
 from __future__ import annotations
@@ -21,7 +20,6 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import fmean
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
@@ -33,7 +31,7 @@ from server.engine.sequence import Finished, Request, Started, Step
 
 GREEDY = SamplingParams(temperature=0.0)
 GO_ON, END = Sampled(0), Sampled(1)
-RULES = ("reserve", "peak", "learned", "optimistic", "restart")
+RULES = ("reserve", "peak", "learned", "optimistic")
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,28 +183,32 @@ class Simulation:
 
 @dataclass(slots=True, eq=False)
 class _Sequence:
-    """A sequence of the optimistic model. `rows` of `known` tokens are computed; an eviction takes all rows away."""
+    """A sequence of the optimistic model: `rows` of `known` tokens are computed, `held` bytes are its own."""
 
     job: Job
     came: float
     known: int
     rows: int = 0
+    held: int = 0
     started: bool = False
 
 
 class Optimistic:
-    """Admits whatever fits now, a prompt chunk by chunk; when a row finds no page, the youngest is evicted and put in
-    front of the queue, to be computed again. Nobody is admitted in a step that evicted.
+    """Admits the head of the queue when its prompt fits now and 1 % of the pool stays free, as vLLM does by default.
 
-    restart: what it had generated is lost as well, and not only its rows."""
+    When a sequence that grows finds no page, the youngest is evicted: it goes back to the head of the queue, and its
+    prompt and the text made so far are computed again. A step has chunk + slots rows: those that decode come first,
+    prompts and what is computed again share the rest. Nobody is admitted in a step that evicted.
+    """
 
-    def __init__(self, options: argparse.Namespace, layout: KVLayout, pool_bytes: int, restart: bool) -> None:
-        self.restart = restart
+    WATERMARK = 0.01
+
+    def __init__(self, options: argparse.Namespace, layout: KVLayout, pool_bytes: int) -> None:
         self.options = options
         self.cost = [layout.committed(rows) for rows in range(layout.max_context + 1)]
-        self.free = pool_bytes
+        self.free, self.reserve = pool_bytes, int(self.WATERMARK * pool_bytes)
         self.waiting: deque[_Sequence] = deque()
-        self.running: list[_Sequence] = []
+        self.running: list[_Sequence] = []  # oldest first
         self.figures = Figures()
 
     def run(self, jobs: Iterator[Job]) -> Figures:
@@ -228,47 +230,51 @@ class Optimistic:
         return figures
 
     def _step(self) -> int:
-        """One step: running ones oldest first, then new ones. Returns the rows computed."""
-        budget, evicted, computed = self.options.chunk, self.figures.evicted, 0
+        """One step. Returns the rows computed."""
+        rows, evicted = self.options.chunk + self.options.slots, self.figures.evicted
+        budget = rows
         for sequence in self.running.copy():
-            if sequence.known - sequence.rows == 1:
-                computed += self._compute(sequence, 1)
-            elif budget:
-                done = self._compute(sequence, min(budget, sequence.known - sequence.rows))
-                budget, computed = budget - done, computed + done
+            if sequence.known - sequence.rows == 1 and self._make_room(sequence):
+                budget -= self._compute(sequence, 1)
+        for sequence in self.running.copy():
+            if sequence.known - sequence.rows > 1:
+                budget -= self._compute(sequence, min(budget, sequence.known - sequence.rows))
         while self.waiting and budget and len(self.running) < self.options.slots and self.figures.evicted == evicted:
             sequence = self.waiting[0]
-            part = min(budget, sequence.known)
-            if self.cost[part] > self.free:
+            needed = self.cost[sequence.known]
+            if self.running and needed + self.reserve > self.free:
                 break
             self.waiting.popleft()
             if not sequence.started:
                 sequence.started = True
                 self.figures.queued.append(self.figures.time - sequence.came)
+            self.free -= needed
+            sequence.held = needed
             self.running.append(sequence)
-            computed, budget = computed + self._compute(sequence, part), budget - part
-        return computed
+            budget -= self._compute(sequence, min(budget, sequence.known))
+        return rows - budget
 
-    def _compute(self, sequence: _Sequence, rows: int) -> int:
-        """Rows computed: all, or none where the sequence itself was evicted, before or now."""
-        if sequence not in self.running:
-            return 0
-        growth = self.cost[sequence.rows + rows] - self.cost[sequence.rows]
-        while growth > self.free:
+    def _make_room(self, sequence: _Sequence) -> bool:
+        """Takes the bytes of one more row; whether the sequence is still there after the evictions that needs."""
+        while sequence in self.running:
+            growth = max(0, self.cost[sequence.rows + 1] - sequence.held)
+            if growth <= self.free:
+                self.free -= growth
+                sequence.held += growth
+                return True
             victim = self.running.pop()
-            self.free += self.cost[victim.rows]
-            victim.rows = 0
-            victim.known = victim.job.prompt if self.restart else victim.known
+            self.free += victim.held
+            victim.held = victim.rows = 0
             self.waiting.appendleft(victim)
             self.figures.evicted += 1
-            if victim is sequence:
-                return 0
-        self.free -= growth
+        return False
+
+    def _compute(self, sequence: _Sequence, rows: int) -> int:
         sequence.rows += rows
         sequence.known += sequence.rows == sequence.known
         if sequence.known - sequence.job.prompt >= sequence.job.output:
             self.running.remove(sequence)
-            self.free += self.cost[sequence.rows]
+            self.free += sequence.held
         return rows
 
 
@@ -299,7 +305,8 @@ HEAD = (
     "held %",
     "evicted",
     "late",
-    "told",
+    "told p50",
+    "p90",
     "time",
     "queue p50",
     "p99",
@@ -308,7 +315,7 @@ HEAD = (
 
 
 def row(name: str, rule: str, figures: Figures, pool_bytes: int, requests: int) -> tuple[str, ...]:
-    queued = sorted(figures.queued)
+    queued, told = sorted(figures.queued), sorted(figures.told)
     return (
         name,
         rule,
@@ -318,7 +325,7 @@ def row(name: str, rule: str, figures: Figures, pool_bytes: int, requests: int) 
         f"{100 * figures.held_steps / max(1, figures.running):.3f}",
         f"{figures.evicted:,}",
         f"{figures.late}",
-        f"{fmean(figures.told):.2f}" if figures.told else "",
+        *(f"{told[len(told) * percent // 100]:.2f}" if told else "" for percent in (50, 90)),
         f"{figures.time:,.0f}",
         f"{queued[len(queued) // 2]:,.0f}",
         f"{queued[len(queued) * 99 // 100]:,.0f}",
@@ -334,8 +341,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in [options.trace] if options.trace else options.mix:
         for rule in options.rule:
             jobs = trace_jobs(name) if options.trace else mix_jobs(name, options.requests, options.seed)
-            if rule in ("optimistic", "restart"):
-                figures = Optimistic(options, layout, pool_bytes, restart=rule == "restart").run(jobs)
+            if rule == "optimistic":
+                figures = Optimistic(options, layout, pool_bytes).run(jobs)
             else:
                 figures = Simulation(options, rule, layout, pool_bytes).run(jobs)
             cells = row(Path(name).name, rule, figures, pool_bytes, len(figures.queued))

@@ -82,6 +82,7 @@ class Levels:
     committed_bytes: int
     formula_bytes: int
     kernel_bytes: int
+    kept_bytes: int
     peak_demand_bytes: int
     healthy: bool
     draining: bool
@@ -315,6 +316,8 @@ class LevelsCollector(Collector):
             {"formula": levels.formula_bytes, "ledger": levels.committed_bytes, "kernel": levels.kernel_bytes},
         )
         yield self._gauge("tokenteller_kv_budget_bytes", "K/V bytes that the pool may take", levels.budget_bytes)
+        kept = levels.kept_bytes
+        yield self._gauge("tokenteller_prefix_kept_bytes", "K/V bytes of ended sequences, kept for reuse", kept)
         demand = levels.peak_demand_bytes
         yield self._gauge("tokenteller_kv_peak_demand_bytes", "Most K/V bytes the running sequences can need", demand)
         yield self._gauge("tokenteller_healthy", "1 while the engine is neither dead nor stuck", int(levels.healthy))

@@ -75,7 +75,7 @@ def example_metrics() -> Metrics:
     served = Served("id", "chat", 1, 0, 2, 2, ("length",), None, 0, 0.1, 0.2, 0.1, 0.1, 0.3)
     metrics.served(served)
     metrics.responded("/generate", 200)
-    levels = Levels(1, {"slot": 0}, 0, {"free": 1}, 4096, 0, 0, 0, 0, healthy=True, draining=False)
+    levels = Levels(1, {"slot": 0}, 0, {"free": 1}, 4096, 0, 0, 0, 0, 0, healthy=True, draining=False)
     metrics.show_levels(lambda: levels, {"version": "0", "model": "toy", "weights": "fp16"}, KVLayout(1, 1, 64, 64))
     return metrics
 

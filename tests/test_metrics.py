@@ -83,6 +83,7 @@ def test_refusals_cancels_and_levels_are_told(rand: Path) -> None:
             assert 0 < busy["vllm:kv_cache_usage_perc"] <= 1
             assert 0 < busy['tokenteller_kv_bytes{by="formula"}'] <= busy['tokenteller_kv_bytes{by="ledger"}']
             assert busy['tokenteller_kv_bytes{by="ledger"}'] <= busy["tokenteller_kv_peak_demand_bytes"]
+            assert busy["tokenteller_prefix_kept_bytes"] <= busy['tokenteller_kv_bytes{by="ledger"}']
             assert busy["tokenteller_kv_peak_demand_bytes"] <= busy["tokenteller_kv_budget_bytes"]
         live.wait_idle()
         after = scrape(live)
@@ -95,6 +96,7 @@ def test_refusals_cancels_and_levels_are_told(rand: Path) -> None:
         assert change['vllm:request_success_total{finished_reason="abort"}'] == 3
         assert change["tokenteller_cancel_to_free_seconds_count"] == 2  # the third held no slot
         assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+        assert after["tokenteller_prefix_kept_bytes"] == after['tokenteller_kv_bytes{by="ledger"}'] > 0
         assert after["tokenteller_healthy"] == 1 and after["tokenteller_draining"] == 0
         assert after['tokenteller_kv_bytes{by="kernel"}'] == after['tokenteller_kv_bytes{by="ledger"}']
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 import threading
 import time
@@ -13,6 +14,10 @@ from typing import Any
 import httpx
 import pytest
 from live import Live, serve
+
+from deploy import simulate
+from model.kv_memory import KVLayout
+from server.engine.sequence import Started
 
 PACE = 0.002  # seconds a step, so that what is to wait does wait on every machine
 COMMENT = re.compile(r": waiting position=(\d+) for=(\w+) latest_ms=(\d+|unknown)")
@@ -55,6 +60,69 @@ def test_one_that_waits_is_told_its_place_what_binds_and_the_latest_time(rand: P
         assert all(match[2] in ("slot", "turn") and match[3] != "unknown" for match in told if match)
         for thread in threads:
             thread.join()
+
+
+class Promises:
+    """Of each request that had to wait: by when it was told its slot, and when it got it; in steps and in seconds."""
+
+    def __init__(self, live: Live) -> None:
+        self.scheduler = scheduler = live.service.engine.scheduler
+        self.steps: list[tuple[int, int]] = []  # told, real
+        self.seconds: list[tuple[float, float]] = []
+        self._open: dict[str, tuple[float, int, int, float | None]] = {}
+        submit, plan = scheduler.submit, scheduler.plan
+        table = scheduler.ledger.timetable
+
+        def booked(request: Any, now: float) -> None:
+            submit(request, now)
+            waits = scheduler.sequences(request.id)[0]
+            if waits.plan and waits.plan.begin > table.now:
+                self._open[request.id] = now, table.now, waits.plan.begin, scheduler.latest_s(waits)
+
+        def started(now: float) -> Any:
+            step = plan(now)
+            for event in step.events:
+                told = self._open.pop(event.request_id, None) if isinstance(event, Started) else None
+                if told:
+                    came, clock, begin, latest_s = told
+                    self.steps.append((begin - clock, table.now - clock))
+                    self.seconds.append((latest_s or 0.0, now - came))
+            return step
+
+        scheduler.submit, scheduler.plan = booked, started  # type: ignore[method-assign]
+
+
+def keep_asking(live: Live, requests: int, clients: int, rng: random.Random) -> None:
+    """Clients that ask for random lengths and read quickly, so that some always wait."""
+
+    def one(_: int) -> None:
+        prompt = [rng.randrange(200) for _ in range(rng.choice((4, 20, 60)))]
+        raw(live, prompt=prompt, max_tokens=rng.choice((10, 40, 120)), ignore_eos=rng.random() < 0.7)
+
+    with ThreadPoolExecutor(clients) as pool:
+        list(pool.map(one, range(requests)))
+
+
+@pytest.mark.parametrize("rule", ["peak", "reserve"])
+def test_nobody_gets_its_slot_later_than_told(rand: Path, rule: str) -> None:
+    pool = {"slots": 6, "kv_memory": 384 * 1024, "prefill_chunk": 16, "stream_buffer": 4096}
+    with serve(model=str(rand), admission=rule, **pool) as live:
+        promises = Promises(live)
+        keep_asking(live, 60, 16, random.Random(1))
+        assert len(promises.steps) > 20, "too few had to wait"
+        assert all(real <= told for told, real in promises.steps)
+        assert promises.scheduler.counts.postponed == 0
+
+
+@pytest.mark.parametrize("requests", [60, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("mix", simulate.MIXES)
+def test_nobody_in_a_simulated_queue_waits_longer_than_told(mix: str, requests: int) -> None:
+    options = simulate.arguments(["--slots", "16", "--pool-rows", "4096", "--row-us", "2000", "--step-ms", "100"])
+    layout = KVLayout(1, 1, 64, options.max_context)
+    simulation = simulate.Simulation(options, "peak", layout, layout.committed(4096))
+    figures = simulation.run(simulate.mix_jobs(mix, requests, 7))
+    assert len(figures.told) > requests // 2, "too few had to wait"
+    assert figures.late == simulation.scheduler.counts.postponed == 0
 
 
 def test_a_request_can_be_asked_about_by_its_own_id_and_by_ours(narrow: Live) -> None:

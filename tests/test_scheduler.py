@@ -15,7 +15,7 @@ from model.kv_memory import KVLayout
 from model.sampler import Sampled, SamplingParams
 from server.engine.ledger import KVLedger
 from server.engine.scheduler import Scheduler
-from server.engine.sequence import Copy, Failed, Finished, Request, Sequence, Started, Step, Token
+from server.engine.sequence import Copy, Failed, Finished, Release, Request, Sequence, Started, Step, Token
 
 GREEDY = SamplingParams(temperature=0.0)
 END = 999  # the end token
@@ -113,6 +113,53 @@ class World:
                 return
             self.step()
         raise AssertionError(f"still there: {self.scheduler.running} {self.scheduler.waiting}")
+
+
+def test_a_copy_comes_before_a_start_that_takes_the_slot_of_its_source() -> None:
+    """One waits for rows of another that ends with the step that computes them; a third wants that one's slot."""
+    world, shared = World(slots=2, chunk=24), list(range(20))
+    world.submit("source", shared, 1)
+    world.submit("follower", shared, 4)
+    world.submit("third", [77] * 20, 4)
+    first = world.step()
+    assert [span.sequence.request.id for span in first.spans] == ["source"] and ("source", 0) in world.ended
+    follower = world.scheduler.sequences("follower")[0]
+    second = world.step()
+    assert follower.cached == 19 and ("third", 0) in world.started
+    assert [type(move) for move in second.moves] == [Copy, Release]
+    world.drain()
+
+
+def test_one_that_sat_out_an_empty_step_may_be_cancelled_after_it() -> None:
+    world = World()
+    world.submit("slow", [1] * 4, 8)
+    world.submit("sits out", [2] * 4, 8)
+    world.step()
+    world.step()
+    world.scheduler.hold("slow", True)
+    must_wait = world.ledger.must_wait
+    world.ledger.must_wait = set  # type: ignore[method-assign, assignment]
+    steps = [world.step() for _ in range(5)]  # until it wants its next page
+    assert not steps[-1].spans and world.scheduler.counts.held_steps
+    world.ledger.must_wait = must_wait  # type: ignore[method-assign]
+    world.scheduler.cancel("sits out")
+    world.submit("next", [3] * 4, 2)
+    world.step()
+    world.scheduler.hold("slow", False)
+    world.drain()
+    world.scheduler.check()
+
+
+def test_deadlines_of_those_that_have_ended_are_forgotten() -> None:
+    world = World(slots=1)
+    world.submit("long", [1], 50, deadline=1e6)
+    for at in range(500):
+        world.submit(str(at), [2], 5, deadline=1e9, start_by=1e9)
+        world.scheduler.cancel(str(at))
+        assert len(world.scheduler._timers) < 100
+    assert world.scheduler.next_expiry() is not None
+    world.drain()
+    assert world.scheduler.next_expiry() is None
 
 
 def digits(number: int, *choices: Seq[Any]) -> list[Any]:

@@ -126,6 +126,7 @@ def levels(service: Service, loop: asyncio.AbstractEventLoop) -> Levels:
         committed_bytes=ledger.committed_bytes,
         formula_bytes=sum(map(ledger.layout.kv_bytes, rows)),
         kernel_bytes=service.engine.runner.pool.resident_bytes(),
+        kept_bytes=ledger.kept_bytes,
         peak_demand_bytes=ledger.peak_demand_bytes,
         healthy=streams.sick() is None,
         draining=streams.drain_until is not None,

@@ -91,7 +91,7 @@ class Picture:
 def snapshot(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
     """Who holds what, who waits, and what is still to come. On the engine's thread, between two steps."""
     ledger, layout, table = scheduler.ledger, scheduler.ledger.layout, scheduler.ledger.timetable
-    kept = sum(layout.committed(rows) for rows in ledger.resident.values())
+    kept = ledger.kept_bytes
     held = ledger.committed_bytes - kept
     demand = ledger.demand()
     last = max([table.now + len(demand), *(s.plan.end + 1 for s in scheduler.waiting if s.plan)])

@@ -173,6 +173,11 @@ class KVLedger:
         return self._committed + self._kept
 
     @property
+    def kept_bytes(self) -> int:
+        """Bytes of resident rows, which go as soon as they are wanted."""
+        return self._kept
+
+    @property
     def lent_bytes(self) -> int:
         """Bytes of the rows that running sequences have, prompts counted in full."""
         return self._lent

@@ -188,7 +188,7 @@ def _widen(typing, panels, panel, wide):  # type: ignore[no-untyped-def]
     return types.void(panels, panel, wide), build
 
 
-@njit(nogil=True)
+@njit(fastmath=False, nogil=True)
 def tiles(rows, x, x_at, x_stride, y, y_at, y_stride, length, sums):  # type: ignore[no-untyped-def]
     """Fills `sums` for as many of the `rows` that are left as make a tile; returns how many."""
     if rows >= TILE:
@@ -204,7 +204,7 @@ def tiles(rows, x, x_at, x_stride, y, y_at, y_stride, length, sums):  # type: ig
     return 1
 
 
-@njit(nogil=True)
+@njit(fastmath=False, nogil=True)
 def _put(sums, at, count, panel, bias, out, add):  # type: ignore[no-untyped-def]
     """Finished sums of `count` rows from `at` on, with bias, into out, or added to what stands there."""
     first = panel * PANEL
@@ -221,7 +221,7 @@ def _put(sums, at, count, panel, bias, out, add):  # type: ignore[no-untyped-def
                 out[at + row, first + column] = sums[row, column]
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@njit(parallel=True, fastmath=False, nogil=True, cache=True)
 def _multiply_floats(x, panels, bias, out, add):  # type: ignore[no-untyped-def]
     """out [N, out] = x [N, in] . panels + bias; panels [P, in, PANEL] in fp32, or bits: fp16's uint16, bf16's int16."""
     rows, inputs = x.shape
@@ -317,7 +317,7 @@ def _dots(typing, rows, values, at, scales, starts, panels, panel, weight_scales
     return types.void(rows, values, at, scales, starts, panels, panel, weight_scales, sums), build
 
 
-@njit(nogil=True)
+@njit(fastmath=False, nogil=True)
 def _rows8(at, values, scales, starts, panels, panel, weight_scales, sums):  # type: ignore[no-untyped-def]
     left = values.shape[0] - at
     if left >= _TILE8:
@@ -338,7 +338,7 @@ _ROUND = np.float32(12582912.0)  # 1.5 x 2^23: adding and taking it away rounds 
 _ABS = np.int32(0x7FFFFFFF)
 
 
-@njit(nogil=True)
+@njit(fastmath=False, nogil=True)
 def _quantise(x, values, scales, starts):  # type: ignore[no-untyped-def]
     block = np.zeros(GROUP, np.float32)
     bits = block.view(np.int32)
@@ -363,7 +363,7 @@ def _quantise(x, values, scales, starts):  # type: ignore[no-untyped-def]
         starts[group] = shift * total
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@njit(parallel=True, fastmath=False, nogil=True, cache=True)
 def quantise(x, values, scales, starts):  # type: ignore[no-untyped-def]
     """x [N, in] -> values [N, G * GROUP] in -127..127, scales [N, G], starts [N, G].
 
@@ -379,7 +379,7 @@ def quantise(x, values, scales, starts):  # type: ignore[no-untyped-def]
             _quantise(x[n], values[n], scales[n], starts[n])
 
 
-@njit(parallel=True, nogil=True, cache=True)
+@njit(parallel=True, fastmath=False, nogil=True, cache=True)
 def multiply_quantised(values, scales, starts, panels, weight_scales, bias, out, add):  # type: ignore[no-untyped-def]
     """What `quantise` made of x, times int8 panels [P, in / depth, PANEL, depth] with scales [P, G, PANEL]."""
     rows = len(values)
@@ -392,7 +392,7 @@ def multiply_quantised(values, scales, starts, panels, weight_scales, bias, out,
             at += count
 
 
-@njit(nogil=True, cache=True)
+@njit(fastmath=False, nogil=True, cache=True)
 def _multiply_bytes(x, panels, weight_scales, bias, out, add):  # type: ignore[no-untyped-def]
     rows, groups = x.shape[0], weight_scales.shape[1]
     values = np.empty((rows, groups * GROUP), _VALUE)
@@ -402,7 +402,7 @@ def _multiply_bytes(x, panels, weight_scales, bias, out, add):  # type: ignore[n
     multiply_quantised(values, scales, starts, panels, weight_scales, bias, out, add)
 
 
-@njit(nogil=True, cache=True)
+@njit(fastmath=False, nogil=True, cache=True)
 def multiply(x, weight, out, add):  # type: ignore[no-untyped-def]
     """out [N, out] = x [N, in] @ weight.T + bias, or added to it; weight: Panels."""
     _multiply(x, weight, out, add)
@@ -421,7 +421,8 @@ def _by_kind(x, weight, out, add):  # type: ignore[no-untyped-def]
 
 # Attention, norms, activations
 
-# Sums may be reordered for SIMD, the same way each time; NaN and infinity keep their meaning.
+# Said at every function, also where it is False: one that says nothing takes over what the caller has that is compiled
+# first. Here sums may be reordered for SIMD, the same way each time; NaN and infinity keep their meaning.
 _FAST = {"reassoc", "contract", "nsz", "arcp"}
 
 
@@ -685,7 +686,7 @@ class Buffers(NamedTuple):
     active: Floats  # [N, mlp_width]
 
 
-@njit(fastmath=_FAST, cache=True, nogil=True)
+@njit(fastmath=False, nogil=True, cache=True)
 def block(x, at, layer, model, room, turns, flat, lane, slots, positions):  # type: ignore[no-untyped-def]
     """Block `at` on x [N, E], in place. room: Buffers; turns: cos and sin [N, D/2]; the others as in `attend`."""
     rows, heads, kv_heads = len(x), model.heads, model.kv_heads
@@ -706,7 +707,7 @@ def block(x, at, layer, model, room, turns, flat, lane, slots, positions):  # ty
     multiply(room.active, layer.down, x, True)
 
 
-@njit(fastmath=_FAST, cache=True, nogil=True)
+@njit(fastmath=False, nogil=True, cache=True)
 def logits(x, model, sample_rows):  # type: ignore[no-untyped-def]
     """Norm and head of some rows of x [N, E]: [S, vocab]."""
     chosen = x[sample_rows]

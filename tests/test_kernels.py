@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from numba.core import caching
+from numba.core.dispatcher import Dispatcher
 
 from model import kernels, linear
 from model.config import Storage
@@ -156,3 +157,12 @@ def test_numbas_threads_are_started_before_code_is_read_back_from_disk() -> None
     code = "import model.kernels, numba; print(numba.threading_layer())"  # raises ValueError if none was started
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_every_compiled_function_says_whether_its_sums_may_be_reordered() -> None:
+    """One that does not takes it over from whoever is compiled first, and its bits with it."""
+    functions = {name: value for name, value in vars(kernels).items() if isinstance(value, Dispatcher)}
+    assert len(functions) > 15
+    assert [name for name, function in functions.items() if "fastmath" not in function.targetoptions] == []
+    exact = {"_multiply_floats", "multiply_quantised", "quantise", "_quantise", "_put", "tiles", "block", "multiply"}
+    assert {name for name in exact if functions[name].targetoptions["fastmath"]} == set()

@@ -14,8 +14,10 @@ from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
+from starlette.types import Lifespan
 
 from model.checkpoint import Progress, give_back_memory, load
+from model.kv_memory import KVLayout, KVPlan
 from model.kv_pool import KVPool
 from model.sampler import LogitsError
 from server.api import generate, openai, operations, page
@@ -58,26 +60,9 @@ def create_app(settings: ServeSettings) -> FastAPI:
     pool = KVPool(layout, plan.slots, settings.device, checkpoint.decoder.kv_dtype)
     pool.prove(plan.pool_bytes)
     metrics = Metrics(checkpoint.name)
-    ledger = KVLedger(layout, plan.slots, plan.pool_bytes, settings.admission, min(SURE_ROWS, settings.prefill_chunk))
-    scheduler = Scheduler(
-        ledger,
-        settings.prefill_chunk,
-        token_gap_s=settings.token_gap / 1000 if settings.token_gap else None,
-        bypass_limit=settings.bypass_limit,
-        hold_limit_s=settings.slow_reader_timeout,
-        decisions=Decisions(ledger) if settings.explain or settings.explain_json else None,
-    )
+    scheduler = _scheduler(settings, layout, plan)
     runner = Runner(checkpoint.decoder, pool, max_rows=plan.slots + settings.prefill_chunk, threads=threads)
-    try:
-        runner.warm_up()
-    except LogitsError as error:
-        raise ValueError(f"{checkpoint.name}: the weights make no numbers: {error}") from error
-    began = time.monotonic()
-    runner.warm_up()  # once more, for its time
-    one_row_s = time.monotonic() - began
-    gc.collect()
-    give_back_memory()
-    gc.freeze()  # the libraries' objects live for ever: a full collection over them would stop every stream
+    one_row_s = _warmed(runner, checkpoint.name)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -118,6 +103,39 @@ def create_app(settings: ServeSettings) -> FastAPI:
                 task.cancel()
             await asyncio.to_thread(engine.stop)
 
+    return _face(settings, lifespan, metrics)
+
+
+def _scheduler(settings: ServeSettings, layout: KVLayout, plan: KVPlan) -> Scheduler:
+    sure_rows = min(SURE_ROWS, settings.prefill_chunk)
+    ledger = KVLedger(layout, plan.slots, plan.pool_bytes, settings.admission, sure_rows)
+    return Scheduler(
+        ledger,
+        settings.prefill_chunk,
+        token_gap_s=settings.token_gap / 1000 if settings.token_gap else None,
+        bypass_limit=settings.bypass_limit,
+        hold_limit_s=settings.slow_reader_timeout,
+        decisions=Decisions(ledger) if settings.explain or settings.explain_json else None,
+    )
+
+
+def _warmed(runner: Runner, name: str) -> float:
+    """Makes the first tokens and tidies up after loading. Returns the seconds that a step of one row takes."""
+    try:
+        runner.warm_up()
+    except LogitsError as error:
+        raise ValueError(f"{name}: the weights make no numbers: {error}") from error
+    began = time.monotonic()
+    runner.warm_up()  # once more, for its time
+    one_row_s = time.monotonic() - began
+    gc.collect()
+    give_back_memory()
+    gc.freeze()  # the libraries' objects live for ever: a full collection over them would stop every stream
+    return one_row_s
+
+
+def _face(settings: ServeSettings, lifespan: Lifespan[FastAPI], metrics: Metrics) -> FastAPI:
+    """What the world sees: routes, the door in front of them, and errors in one form."""
     app = FastAPI(
         title="tokenteller",
         lifespan=lifespan,

@@ -109,9 +109,6 @@ class Scheduler:
             for time, only_waiting in ((request.deadline, False), (request.start_by, True)):
                 if time is not None:
                     heapq.heappush(self._timers, (time, serial, sequence, only_waiting))
-        if len(self._timers) > 64 + 4 * (len(self.waiting) + len(self.running)):  # most are of those that have ended
-            self._timers = [timer for timer in self._timers if timer[2] in self._by_id.get(timer[2].request.id, ())]
-            heapq.heapify(self._timers)
         self._tried = -1
 
     def plan(self, now: float) -> Step:
@@ -459,8 +456,9 @@ class Scheduler:
         if not siblings:
             del self._by_id[sequence.request.id]
             self.held.discard(sequence.request.id)
-            if not self._by_id:
-                self._timers.clear()
+            if len(self._timers) > 32 * len(self._by_id):  # a request has 16 at most: the others are of ended ones
+                self._timers = [timer for timer in self._timers if timer[2] in self._by_id.get(timer[2].request.id, ())]
+                heapq.heapify(self._timers)
         self._freed += 1
         if sequence.slot is None:
             self.waiting.remove(sequence)

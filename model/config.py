@@ -120,9 +120,12 @@ class ModelConfig:
         A tied head is its embedding too. int8 has a scale in fp32 for each group of 64 inputs, and an embedding that
         is not tied in fp16.
         """
-        rest = self._embedded() * (4 if storage == "fp32" else 2) + 4 * self._vectors()
-        bytes_of = {"fp32": lambda n: 4 * n, "int8": lambda n: n + 4 * -(-n // 64)}.get(storage, lambda n: 2 * n)
-        return rest + sum(count * rows * bytes_of(columns) for rows, columns, count in self._products())
+        element = 4 if storage == "fp32" else 2
+        matrices = self._embedded() * element
+        for rows, columns, count in self._products():
+            row_bytes = columns + 4 * -(-columns // 64) if storage == "int8" else columns * element
+            matrices += count * rows * row_bytes
+        return matrices + 4 * self._vectors()
 
     def _products(self) -> tuple[tuple[int, int, int], ...]:
         """Rows, columns and count of the matrices: the layers', with q, k and v in one, and gate and up; the head."""

@@ -147,14 +147,11 @@ class Decoder:
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: KVPool) -> torch.Tensor:
         """One step: reads and writes the pool, returns logits [S, vocab] of the sample rows, in fp32 on the CPU."""
-        batch = batch.to(self.device)
-        if self.device.type == "cpu" and pool.flat is not None:
-            return self._forward_compiled(batch, pool)
-        return self.forward_in_torch(batch, pool)
+        return self._forward_in_torch(batch, pool) if pool.flat is None else self._forward_compiled(batch, pool)
 
-    @torch.inference_mode()
-    def forward_in_torch(self, batch: Batch, pool: KVPool) -> torch.Tensor:
-        """The step as plain tensor code: what a GPU runs, and what the compiled step is tested against."""
+    def _forward_in_torch(self, batch: Batch, pool: KVPool) -> torch.Tensor:
+        """The step as plain tensor code, for a GPU."""
+        batch = batch.to(self.device)
         x = self.embed(batch.tokens)  # [M, E]
         if self.positions is not None:
             x[: batch.positions.shape[0]] += self.positions[batch.positions].float()
@@ -164,7 +161,7 @@ class Decoder:
         return self.head(self.norm(x[batch.sample_rows])).cpu()  # [S, vocab]
 
     def _forward_compiled(self, batch: Batch, pool: KVPool) -> torch.Tensor:
-        """The same step in one call of compiled code, each row alone (`kernels.block`)."""
+        """The same step in a call of compiled code a block, each row alone."""
         c, rows = self.config, len(batch.tokens)
         x = self.embed(batch.tokens)  # [N, E]
         if self.positions is not None:

@@ -89,8 +89,7 @@ def pack(weight: torch.Tensor, storage: Storage, bias: torch.Tensor | None = Non
         whole = numbers.astype(np.uint8 if DEPTH == 4 else np.int8).reshape(shape).transpose(0, 2, 1, 3)
         by_panel = scales.reshape(panels, PANEL, groups).transpose(0, 2, 1)
         return Panels(np.ascontiguousarray(whole), np.ascontiguousarray(by_panel), added)
-    kinds = {"fp32": torch.float32, "fp16": torch.float16, "bf16": torch.bfloat16}
-    filled = weight.new_zeros((panels * PANEL, inputs), dtype=kinds[storage])
+    filled = weight.new_zeros((panels * PANEL, inputs), dtype=DTYPES[storage])
     filled[:outputs] = weight
     filled = filled.view(panels, PANEL, inputs).transpose(1, 2).contiguous()  # [P, in, PANEL]
     if storage == "bf16":

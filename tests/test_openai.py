@@ -16,7 +16,7 @@ from checkpoints import EOS
 from live import Live, serve
 from pydantic import BaseModel, Field
 
-from model.sampler import LogitsError, Sampled
+from model.sampler import Draw, LogitsError, Sampled
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
@@ -395,10 +395,9 @@ def test_the_client_comes_back_after_a_429_and_is_served(live: Live, monkeypatch
 def test_an_error_after_the_stream_began_is_raised_by_the_client(
     client: openai.OpenAI, live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(logits: Any, params: Any, choice: int, position: int, **_: Any) -> Sampled:
-        if position >= 6:
-            raise LogitsError("logits at position 6 are not finite")
-        return Sampled(65)
+    def broken(logits: Any, draws: list[Draw]) -> list[Sampled | Exception]:
+        error = LogitsError("logits at position 6 are not finite")
+        return [Sampled(65) if draw.position < 6 else error for draw in draws]
 
     monkeypatch.setattr("server.engine.runner.sample", broken)
     text = ""

@@ -12,10 +12,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from model.sampler import LOWEST_LOGPROB, LogitsError, SamplingParams, logprobs, sample, uniform
+from model import sampler
+from model.sampler import LOWEST_LOGPROB, Draw, LogitsError, Sampled, SamplingParams, logprobs, uniform
 
 V = 40
 EDGE = 1e-9  # two roundings of one sum may differ by this: a cut or a draw nearer to its line may fall either way
+
+
+def sample(logits: NDArray[np.float32], params: SamplingParams, choice: int, position: int, **history: Any) -> Sampled:
+    """The token of one row, alone."""
+    outcome = sampler.sample(logits[None], [Draw(params, choice, position, **history)])[0]
+    if isinstance(outcome, Exception):
+        raise outcome
+    return outcome
 
 
 def reference_row(logits: NDArray[np.float32], params: SamplingParams, history: dict[str, Any]) -> NDArray[np.float64]:
@@ -129,15 +138,30 @@ def test_ten_thousand_mixes_draw_what_the_definition_draws() -> None:
     check_cases(10_000, seed=2)
 
 
-@pytest.mark.parametrize("vocab", [3, 64, 65, 5_000])
+def test_a_row_draws_the_same_token_in_every_crowd() -> None:
+    rng = np.random.default_rng(6)
+    cases = [random_case(rng) for _ in range(200)]
+    draws: list[Draw | Exception] = [Draw(params, 0, at, **history) for at, (_, params, history) in enumerate(cases)]
+    rows = np.stack([logits for logits, _, _ in cases])
+    alone = [sampler.sample(rows[at : at + 1], [draw])[0] for at, draw in enumerate(draws)]
+    assert sampler.sample(rows, draws) == alone
+    assert sampler.sample(rows[::-1], draws[::-1]) == alone[::-1]
+    rows[3, 7], failed = math.nan, ValueError("before")  # one that breaks, or that something broke before, is alone
+    outcomes = sampler.sample(np.vstack((rows, rows[:5])), [*draws[:9], failed, *draws[10:]])
+    assert isinstance(outcomes[3], LogitsError) and outcomes[9] is failed
+    assert [outcomes[at] for at in range(200) if at not in (3, 9)] == alone[:3] + alone[4:9] + alone[10:]
+
+
+@pytest.mark.parametrize("vocab", [3, 64, 65, 511, 512, 513, 5_000])
 def test_cuts_by_partition_equal_cuts_by_a_full_sort(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     for case in range(40):
         logits = np.round(rng.normal(0, 3, vocab), case % 3).astype(np.float32)
         params = SamplingParams(
             temperature=float(rng.choice([0.2, 1, 3])),
-            top_k=int(rng.choice([0, 2, 50, 300])),
+            top_k=int(rng.choice([0, 2, 9, 50, 300])),
             top_p=float(rng.choice([1, 0.999, 0.5])),
+            min_p=float(rng.choice([0, 0, 0.01, 0.5])),
             seed=case,
         )
         wanted, close = reference(logits, params, uniform(case, 0, 7), {})
@@ -287,10 +311,11 @@ def test_the_largest_random_number_draws_no_token_without_probability(monkeypatc
     """Its product with the total rounds up to the total; the ids behind the last possible one have probability 0."""
     monkeypatch.setattr("model.sampler.uniform", lambda *_: 1.0 - 2.0**-53)
     rng = np.random.default_rng(1)
-    for last in range(1, V):
-        logits = rng.normal(0, 1, V).astype(np.float32)
-        logits[last:] = -np.inf
-        assert sample(logits, SamplingParams(), 0, 1).token_id < last
+    for vocab, lasts in ((V, range(1, V)), (1100, (1, 511, 512, 513, 1024, 1025, 1099))):
+        for last in lasts:
+            logits = rng.normal(0, 1, vocab).astype(np.float32)
+            logits[last:] = -np.inf
+            assert sample(logits, SamplingParams(), 0, 1).token_id < last
 
 
 def test_logprobs_are_those_of_the_model_whatever_is_asked() -> None:

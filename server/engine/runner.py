@@ -15,7 +15,7 @@ from model.decoder import Decoder
 from model.grammar import GrammarError
 from model.kv_pool import KVPool
 from model.linear import padded
-from model.sampler import LogitsError, Row, Sampled, SamplingParams, sample
+from model.sampler import Draw, Rows, Sampled, SamplingParams, sample
 from server.engine.sequence import Copy, Release, Request, Sequence, Span, Step
 
 
@@ -61,8 +61,7 @@ class Runner:
             assert span.sequence.slot is not None
             self.pool.make_way(span.sequence.slot, span.start, span.stop)
         logits = self.decoder.forward(self._batch(step), self.pool).numpy()  # [S, vocab]
-        sampling = (span.sequence for span in step.spans if span.samples)
-        return [_sample(row, sequence) for row, sequence in zip(logits, sampling, strict=False)]  # logits may be padded
+        return _sample(logits, [span.sequence for span in step.spans if span.samples])
 
     def move(self, moves: Iterable[Release | Copy]) -> None:
         """Copies rows between slots and gives pages back, in this order."""
@@ -89,22 +88,27 @@ class Runner:
         return Batch(*(torch.tensor(part, dtype=torch.int64) for part in (tokens, slots, positions, sample_rows)))
 
 
-def _sample(logits: Row, sequence: Sequence) -> Sampled | Exception:
-    """The next token of one sequence, from the logits [vocab] of its last one."""
+def _sample(logits: Rows, sequences: list[Sequence]) -> list[Sampled | Exception]:
+    """The next token of each sequence, from logits [S, vocab] of their last ones; padding may follow."""
+    outcomes = sample(logits, [_draw(sequence) for sequence in sequences])
+    for sequence, outcome in zip(sequences, outcomes, strict=True):
+        matcher = sequence.matcher
+        if matcher and isinstance(outcome, Sampled) and outcome.token_id not in sequence.request.stop_ids:
+            matcher.advance(outcome.token_id)
+    return outcomes
+
+
+def _draw(sequence: Sequence) -> Draw | GrammarError:
+    """What the next token of a sequence is drawn with."""
     request, params, matcher = sequence.request, sequence.request.sampling, sequence.matcher
-    try:
-        sampled = sample(
-            logits,
-            params,
-            sequence.index,
-            len(sequence.tokens),
-            prompt=request.prompt if params.penalises else (),
-            output=sequence.tokens[len(request.prompt) :] if params.penalises else (),
-            forbidden=request.stop_ids if sequence.generated < params.min_tokens else (),
-            allowed=matcher.allowed() if matcher else None,
-        )
-    except (LogitsError, GrammarError) as error:
-        return error
-    if matcher and sampled.token_id not in request.stop_ids:
-        matcher.advance(sampled.token_id)
-    return sampled
+    draw = Draw(params, sequence.index, len(sequence.tokens))
+    if params.penalises:
+        draw.prompt, draw.output = request.prompt, sequence.tokens[len(request.prompt) :]
+    if sequence.generated < params.min_tokens:
+        draw.forbidden = request.stop_ids
+    if matcher:
+        try:
+            draw.allowed = matcher.allowed()
+        except GrammarError as error:
+            return error
+    return draw

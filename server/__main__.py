@@ -91,8 +91,6 @@ def _serve(arguments: list[str]) -> int:
     logs.set_up("json" if settings.explain_json else settings.log_format, settings.log_level)
     plan = make_plan(settings)[2]
     announce(settings, plan_text(plan), "plan", {"pool_bytes": plan.pool_bytes, "weight_bytes": plan.weight_bytes})
-    # waiting threads must not spin: the event loop needs the same cores; read when torch is first imported
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     from server.api.app import create_app
 
     return run(create_app(settings), settings)

@@ -16,6 +16,7 @@ import csv
 import random
 import sys
 import time
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -106,13 +107,14 @@ class Figures:
 
     steps: int = 0
     time: float = 0.0
+    tokens: int = 0
     running: int = 0  # summed over the steps
     held_bytes: int = 0  # summed over the steps
     held_steps: int = 0  # steps that a running sequence had to sit out
     evicted: int = 0
     late: int = 0  # started later than told
-    queued: list[float] = field(default_factory=list)
-    told: list[float] = field(default_factory=list)  # real wait / told wait, of those that had to wait
+    queued: array[float] = field(default_factory=lambda: array("d"))  # small even for millions
+    told: array[float] = field(default_factory=lambda: array("d"))  # real wait / told wait, of those that had to wait
     cpu_s: float = 0.0
 
 
@@ -123,18 +125,18 @@ class Simulation:
         self.options = options
         ledger = KVLedger(layout, options.slots, pool_bytes, rule, options.chunk)
         self.scheduler = Scheduler(ledger, options.chunk, bypass_limit=options.bypass_limit)
-        self.outputs: dict[str, int] = {}
+        self.ends: dict[str, int] = {}  # rows after which a request ends by itself; 0 where it is cut
         self.figures = Figures()
         self._told: dict[str, tuple[float, int, int]] = {}
 
     def run(self, jobs: Iterator[Job]) -> Figures:
         began = time.process_time()
         job = next(jobs, None)
-        while job or self.outputs:
+        while job or self.ends:
             while job and job.arrival <= self.figures.time and len(self.scheduler.waiting) < self.options.queue:
                 self._submit(job)
                 job = next(jobs, None)
-            if not self.outputs and job:
+            if not self.ends and job:
                 self.figures.time = job.arrival
             self._step()
         self.figures.cpu_s = time.process_time() - began
@@ -143,7 +145,7 @@ class Simulation:
     def _submit(self, job: Job) -> None:
         scheduler, now = self.scheduler, self.figures.time
         serial = str(len(self.figures.queued) + len(self._told))
-        self.outputs[serial] = job.output
+        self.ends[serial] = job.prompt + job.output - 1 if job.output < job.max_tokens else 0
         request = Request(serial, (0,) * job.prompt, job.max_tokens, GREEDY, frozenset({1}), cache_prefix=False)
         scheduler.submit(request, now)
         plan = scheduler.waiting[-1].plan
@@ -162,22 +164,24 @@ class Simulation:
                 if told > clock:
                     figures.told.append(waited / (told - clock))
         figures.time += (self.options.step_ms + self.options.row_us * step.rows / 1000) / 1000
-        for event in scheduler.commit(step, self._outcomes(step), figures.time):
-            if isinstance(event, Finished):
-                del self.outputs[event.request_id]
+        outcomes, running = self._outcomes(step), len(scheduler.running)
+        events = scheduler.commit(step, outcomes, figures.time)
+        if len(scheduler.running) < running:
+            for event in events:
+                if isinstance(event, Finished):
+                    del self.ends[event.request_id]
         figures.steps += bool(step.spans)
+        figures.tokens += len(outcomes)
         figures.running += len(scheduler.running)
         figures.held_bytes += scheduler.ledger.lent_bytes
         figures.held_steps = scheduler.counts.held_steps
 
     def _outcomes(self, step: Step) -> list[Sampled]:
-        outcomes = []
+        outcomes, ends = [], self.ends
         for span in step.spans:
-            sequence = span.sequence
-            made = span.stop - len(sequence.request.prompt) + 1
-            if made > 0:
-                over = self.outputs[sequence.request.id] <= made < sequence.request.max_tokens  # else it is cut
-                outcomes.append(END if over else GO_ON)
+            request = span.sequence.request
+            if span.stop >= len(request.prompt):
+                outcomes.append(END if span.stop == ends[request.id] else GO_ON)
         return outcomes
 
 
@@ -271,7 +275,9 @@ class Optimistic:
 
     def _compute(self, sequence: _Sequence, rows: int) -> int:
         sequence.rows += rows
-        sequence.known += sequence.rows == sequence.known
+        if sequence.rows == sequence.known:
+            sequence.known += 1
+            self.figures.tokens += 1
         if sequence.known - sequence.job.prompt >= sequence.job.output:
             self.running.remove(sequence)
             self.free += sequence.held
@@ -311,6 +317,7 @@ HEAD = (
     "queue p50",
     "p99",
     "req/s",
+    "tokens/s",
 )
 
 
@@ -329,7 +336,7 @@ def row(name: str, rule: str, figures: Figures, pool_bytes: int, requests: int) 
         f"{figures.time:,.0f}",
         f"{queued[len(queued) // 2]:,.0f}",
         f"{queued[len(queued) * 99 // 100]:,.0f}",
-        f"{requests / max(figures.cpu_s, 1e-9):,.0f}",
+        *(f"{count / max(figures.cpu_s, 1e-9):,.0f}" for count in (requests, figures.tokens)),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from itertools import permutations
 
 import numpy as np
@@ -11,7 +12,7 @@ from hypothesis import strategies as st
 
 from model.kv_memory import KVLayout
 from server.engine.cost import StepCost
-from server.engine.ledger import BYTES, PROMPT, SEATS, KVLedger, Timetable
+from server.engine.ledger import BYTES, PROMPT, SEATS, KVLedger, Rule, Timetable
 from server.engine.scheduler import Scheduler, common_prefix
 from server.engine.usage import KNOWN, Expected, survival
 
@@ -146,6 +147,40 @@ def test_a_booked_start_leaves_room_for_every_earlier_one() -> None:
     for _ in range(second.begin):
         ledger.timetable.tick()
     assert ledger.start(4, 20, second) is not None
+
+
+@pytest.mark.parametrize("rule", ["peak", "reserve"])
+def test_a_start_is_refused_at_a_glance_only_where_it_does_not_fit(rule: Rule) -> None:
+    rng, glances = random.Random(1), 0
+    for _ in range(1000):
+        ledger = KVLedger(FOUR_A_PAGE, rng.randint(2, 6), 2 * PAGE * rng.randint(13, 26), rule, rng.randint(1, 20))
+        table, slots = ledger.timetable, []
+        while (slot := lend(ledger, rng.randint(1, 20), rng.randint(0, 30))) is not None:
+            slots.append(slot)
+        prompt, rows_max = rng.randint(1, 20), rng.randint(20, 50)
+        booked = ledger.book(prompt, rows_max, 0)
+        while booked and booked.begin > table.now:
+            glance = ledger._refused(prompt, rows_max, booked)
+            table.remove(booked)
+            clash = table.clash(ledger.plan(prompt, prompt, rows_max, table.now))
+            table.add(booked)
+            assert clash is not None or not glance
+            booked.refused, glances = clash or -1, glances + glance
+            if slots and rng.random() < 0.5:
+                ledger.close(slots.pop(rng.randrange(len(slots))), keep=False)
+            table.tick()
+    assert glances > 1000
+
+
+def test_what_was_in_the_way_of_a_start_is_remembered() -> None:
+    """A glance at one step in place of a plan, for as long as that step is too full."""
+    ledger = KVLedger(FOUR_A_PAGE, 4, 6 * 2 * PAGE, prompt_rows=100)
+    assert (lend(ledger, 4, 16), lend(ledger, 4, 8)) == (0, 1)
+    booked = ledger.book(4, 20, 0)
+    assert booked and ledger.start(4, 20, booked) is None and booked.refused > 0
+    assert not ledger.timetable.full(0, ledger._bytes[4], booked) and ledger._refused(4, 20, booked)
+    ledger.close(0, keep=False)
+    assert not ledger._refused(4, 20, booked) and ledger.start(4, 20, booked) is not None
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 40)), max_size=8), st.integers(1, 9))

@@ -30,16 +30,18 @@ Table = NDArray[np.int64]
 BYTES, SEATS, PROMPT = 0, 1, 2  # the rows of a timetable
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Plan:
     """What a sequence takes of each resource at steps begin, begin + 1, ...: `take` [3, steps].
 
-    Its prompt is computed in step `ready`, out of which comes its first token; it is gone after step `end`.
+    Its prompt is computed in step `ready`, out of which comes its first token; it is gone after step `end`. A start
+    in place of a booked one was refused, the last time, because of step `refused`.
     """
 
     begin: int
     ready: int
     take: Table
+    refused: int = -1
 
     @property
     def end(self) -> int:
@@ -83,10 +85,10 @@ class Timetable:
     def remove(self, plan: Plan) -> None:
         self.add(plan, -1)
 
-    def full(self, bytes_: int, booked: Plan | None) -> bool:
-        """Whether there is no seat or no room for `bytes_` in this very step, beside all plans but the booked one."""
-        column = self._sums[:, self.now - self._base]
-        own = booked.take[:, self.now - booked.begin] if booked and booked.begin <= self.now <= booked.end else (0, 0)
+    def full(self, step: int, bytes_: int, booked: Plan | None) -> bool:
+        """Whether there is no seat or no room for `bytes_` in that step, beside all plans but the booked one."""
+        column = self._sums[:, step - self._base]
+        own = booked.take[:, step - booked.begin] if booked and booked.begin <= step <= booked.end else (0, 0)
         over = column[SEATS] - own[SEATS] >= self.limits[SEATS, 0]
         return bool(over or column[BYTES] - own[BYTES] + bytes_ > self.limits[BYTES, 0])
 
@@ -115,13 +117,17 @@ class Timetable:
 
 @dataclass(slots=True)
 class Account:
-    """One slot's holder: `prompt` rows are lent at once, then one a step up to `rows_max`; `rows` are in the pool."""
+    """One slot's holder: `prompt` rows are lent at once, then one a step up to `rows_max`; `rows` are in the pool.
+
+    Up to `room` rows cost no more bytes than `rows` do.
+    """
 
     owner: str
     prompt: int
     rows_max: int
     plan: Plan
     rows: int = 0
+    room: int = 0
 
     @property
     def lent(self) -> int:
@@ -154,6 +160,7 @@ class KVLedger:
         self.timetable = Timetable(budget_bytes, slots, prompt_rows)
         self._bytes = [layout.committed(rows) for rows in range(layout.max_context + 1)]
         self._curve = np.array(self._bytes, np.int64)
+        self._room = (np.searchsorted(self._curve, self._curve, "right") - 1).tolist()  # rows for the bytes of so many
         self._free = list(range(slots))  # a heap: the lowest free slot is lent first
         self._lent = self._kept = self._committed = 0
         self.usage = Usage(layout.max_context)
@@ -236,7 +243,7 @@ class KVLedger:
     def start(self, prompt: int, rows_max: int, booked: Plan | None) -> Plan | None:
         """A plan that begins now, booked in place of `booked`; None when it does not fit."""
         now, learned = self.timetable.now, self.rule == "learned"
-        if not self.free_slots or (not learned and self.timetable.full(self._bytes[prompt], booked)):
+        if not self.free_slots or (not learned and self._refused(prompt, rows_max, booked)):
             return None
         if booked:
             self.timetable.remove(booked)
@@ -250,8 +257,21 @@ class KVLedger:
             self.timetable.add(plan)
             return plan
         if booked:
+            booked.refused = -1 if clash is None else clash
             self.timetable.add(booked)
         return None
+
+    def _refused(self, prompt: int, rows_max: int, booked: Plan | None) -> bool:
+        """Whether a start is sure not to fit: now, or at the step that was in its way the last time. A quick look."""
+        table, least = self.timetable, rows_max if self.rule == "reserve" else prompt
+        if table.full(table.now, self._bytes[least], booked):
+            return True
+        ahead = booked.refused - table.now if booked else 0
+        if not booked or not 0 < ahead <= rows_max - prompt:
+            return False
+        slowest = len(table.spread(prompt, table.now))  # what is booked for itself may still be in the way there
+        rows = max(least, prompt + ahead + 1 - slowest)
+        return table.full(booked.refused, self._bytes[rows], booked)
 
     def _expected_to_fit(self, plan: Plan, prompt: int, rows_max: int) -> bool:
         """`learned`: the state stays safe, few were held lately, and what clients use as a rule will fit."""
@@ -361,11 +381,10 @@ class KVLedger:
         before, bytes_ = account.rows, self._bytes
         assert before <= rows <= account.rows_max, (slot, account, rows)
         account.rows = rows
-        growth = bytes_[rows] - bytes_[before]
-        if growth:
-            self._committed += growth
-            if rows > account.prompt:
-                self._lent += bytes_[rows] - bytes_[max(before, account.prompt)]
+        account.room = min(self._room[rows], account.rows_max)
+        self._committed += bytes_[rows] - bytes_[before]
+        if rows > account.prompt:
+            self._lent += bytes_[rows] - bytes_[max(before, account.prompt)]
 
     def close(self, slot: int, keep: bool, by_itself: bool = False) -> None:
         """The sequence has ended: bytes, seat and the rest of its plan are free; its rows may stay for reuse."""
@@ -433,7 +452,8 @@ class KVLedger:
         """Proves conservation: every slot in one place, every sum equal to its parts, nothing beyond the pool."""
         bytes_, accounts = self._bytes, self.accounts.values()
         assert sorted([*self._free, *self.accounts, *self.resident]) == list(range(self.slots))
-        assert all(0 <= a.rows <= a.rows_max and a.prompt <= a.rows_max for a in accounts)
+        assert all(0 <= a.rows <= a.room <= a.rows_max and a.prompt <= a.rows_max for a in accounts)
+        assert all(bytes_[a.room] == bytes_[a.rows] for a in accounts)
         assert self._committed == sum(bytes_[a.rows] for a in accounts)
         assert self._lent == sum(bytes_[a.lent] for a in accounts)
         assert self._kept == sum(bytes_[rows] for rows in self.resident.values())

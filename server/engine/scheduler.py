@@ -15,6 +15,7 @@ from server.engine.cost import StepCost
 from server.engine.explain import Decisions
 from server.engine.ledger import KVLedger
 from server.engine.sequence import (
+    NEVER,
     Blame,
     Copy,
     Event,
@@ -142,15 +143,34 @@ class Scheduler:
         self.ledger.timetable.tick()
         events: list[Event] = []
         results = iter(outcomes)
-        grow = self.ledger.grow
-        for span in step.spans:
+        for span in step.spans:  # this runs for every token
             sequence, stop = span.sequence, span.stop
-            assert sequence.slot is not None
-            sampled = stop == len(sequence.tokens)
+            account, tokens = sequence.account, sequence.tokens
+            assert account is not None and sequence.slot is not None
             sequence.computed = stop
-            grow(sequence.slot, stop)
-            if sampled:
-                self._advance(sequence, next(results), events)
+            if stop <= account.room:
+                account.rows = stop
+            else:
+                self.ledger.grow(sequence.slot, stop)
+            if stop < len(tokens):
+                continue
+            outcome, request = next(results), sequence.request
+            if isinstance(outcome, Exception):
+                self._drop(sequence, keep=False)
+                blame: Blame = "request" if isinstance(outcome, GrammarError) else "server"
+                events.append(Failed(request.id, sequence.index, str(outcome), blame))
+                continue
+            token_id = outcome.token_id
+            tokens.append(token_id)
+            events.append(Token(request.id, sequence.index, token_id, outcome.logprobs))
+            if token_id in request.stop_ids:  # an end token is an end even where it is also the last token allowed
+                self._drop(sequence, by_itself=True)
+                events.append(Finished(request.id, sequence.index, "stop"))
+            elif len(tokens) == sequence.longest:
+                self._drop(sequence)
+                events.append(Finished(request.id, sequence.index, "length"))
+            elif sequence.paced == NEVER:
+                self._replan(sequence, force=False)  # its prompt may have been computed earlier than planned
         self._put_right()
         return events
 
@@ -205,9 +225,11 @@ class Scheduler:
         """Proves that the books agree with each other; for tests and for idle moments."""
         ledger, table = self.ledger, self.ledger.timetable
         ledger.check()
-        assert {s.slot for s in self.running} == set(ledger.accounts)
+        assert {s.slot: s.account for s in self.running} == ledger.accounts
         assert {slot: s.computed for slot, s in self.resident.items()} == ledger.resident
-        assert all(s.computed == ledger.accounts[s.slot].rows for s in self.running if s.slot is not None)
+        for s in self.running:
+            assert s.account and s.computed == s.account.rows
+            assert s.paced == (s.account.plan.ready + 1 if s.generated and not s.held else NEVER)
         assert self.waiting == sorted(self.waiting, key=lambda s: s.order)
         plans = [account.plan for account in ledger.accounts.values()] + [s.plan for s in self.waiting if s.plan]
         last = max((plan.end for plan in plans), default=table.now)
@@ -247,8 +269,7 @@ class Scheduler:
     def _extend_holds(self) -> None:
         """Plans those anew whose readers are slow for longer than was thought."""
         for sequence in self.running:
-            assert sequence.slot is not None
-            if sequence.held and self.ledger.accounts[sequence.slot].plan.end <= self.ledger.timetable.now:
+            if sequence.held and sequence.account and sequence.account.plan.end <= self.ledger.timetable.now:
                 self._replan(sequence, force=True)
 
     def _admit(self) -> None:
@@ -317,6 +338,7 @@ class Scheduler:
             else:
                 ledger.touch(source.slot)
         sequence.slot, given_up = ledger.open(request.id, prompt, request.rows_max, plan, adopted)
+        sequence.account = ledger.accounts[sequence.slot]
         self.running.append(sequence)
         self.counts.admitted += 1
         self._give_up(given_up)
@@ -346,25 +368,27 @@ class Scheduler:
     # Running
 
     def _choose(self) -> list[Span]:
-        ledger, clock = self.ledger, self.ledger.timetable.now
-        accounts = ledger.accounts
+        clock = self.ledger.timetable.now
         spans: list[Span] = []
         prompts: list[Sequence] = []
         growing: list[int] = []
-        for sequence in self.running:
-            if sequence.held:
-                continue
-            computed, slot = sequence.computed, sequence.slot
-            assert slot is not None
-            if computed + 1 < len(sequence.tokens):
-                prompts.append(sequence)
-                continue
-            if computed >= len(sequence.request.prompt):
-                if clock <= accounts[slot].plan.ready and not self._replan(sequence, force=False):
+        for sequence in self.running:  # this runs for every token
+            computed, account = sequence.computed, sequence.account
+            assert account is not None and sequence.slot is not None
+            if sequence.paced > clock:
+                if sequence.held:
+                    continue
+                if sequence.paced == NEVER:
+                    if computed + 1 < len(sequence.tokens):
+                        prompts.append(sequence)
+                    else:  # one row is not worth a wait
+                        spans.append(Span(sequence, computed, computed + 1))
+                    continue
+                if not self._replan(sequence, force=False):
                     self._sit_out(sequence, "ahead of its plan; what it would take was promised to others")
                     continue
-                if ledger.growth(slot):
-                    growing.append(slot)
+            if computed == account.room:
+                growing.append(sequence.slot)
             spans.append(Span(sequence, computed, computed + 1))
         if growing:
             spans = self._grow(spans, growing)
@@ -388,14 +412,15 @@ class Scheduler:
 
     def _prefill(self, prompts: list[Sequence], decoding: int) -> list[Span]:
         """Rows of prompts: first those that the timetable has for this step, then first come first served."""
-        clock, accounts = self.ledger.timetable.now, self.ledger.accounts
+        clock = self.ledger.timetable.now
         sure = []
         for sequence in prompts:
-            assert sequence.slot is not None
-            if accounts[sequence.slot].plan.ready < clock:
+            account = sequence.account
+            assert account is not None
+            if account.plan.ready < clock:
                 self._replan(sequence, force=True)  # it is behind its plan
             left = len(sequence.tokens) - sequence.computed
-            sure.append(min(left, accounts[sequence.slot].plan.prompt_rows(clock)))
+            sure.append(min(left, account.plan.prompt_rows(clock)))
         spare = self._prefill_budget(decoding, len(prompts)) - sum(sure)
         spans = []
         reached: dict[Sequence, int] = {}
@@ -421,34 +446,18 @@ class Scheduler:
         rows = self.cost.rows_within(gap, self.prefill_chunk + decoding) - decoding
         return max(rows, self.ledger.sure_rows)
 
-    def _advance(self, sequence: Sequence, outcome: Sampled | Exception, events: list[Event]) -> None:
-        request = sequence.request
-        if isinstance(outcome, Exception):
-            self._drop(sequence, keep=False)
-            blame: Blame = "request" if isinstance(outcome, GrammarError) else "server"
-            events.append(Failed(request.id, sequence.index, str(outcome), blame))
-            return
-        token_id = outcome.token_id
-        sequence.tokens.append(token_id)
-        events.append(Token(request.id, sequence.index, token_id, outcome.logprobs))
-        generated = len(sequence.tokens) - len(request.prompt)
-        # an end token is an end even where it is also the last token allowed
-        reason = "stop" if token_id in request.stop_ids else "length" if generated == request.max_tokens else None
-        if reason:
-            self._drop(sequence, by_itself=reason == "stop")
-            events.append(Finished(request.id, sequence.index, reason))
-        elif generated == 1:
-            self._replan(sequence, force=False)  # its prompt may have been computed earlier than planned
-
     def _replan(self, sequence: Sequence, force: bool) -> bool:
         """Puts a running sequence's plan right: from here on it goes on, or stands still while its reader is slow."""
-        assert sequence.slot is not None
+        account = sequence.account
+        assert account is not None and sequence.slot is not None
         still = 0
         if sequence.held:
             step = self.cost.predict(len(self.running)) or 0.01
             still = min(max(1, int(self.hold_limit_s / step)), self.ledger.HORIZON)
         left = max(0, len(sequence.request.prompt) - sequence.computed)
-        return self.ledger.replan(sequence.slot, left, force, still)
+        fits = self.ledger.replan(sequence.slot, left, force, still)
+        sequence.paced = account.plan.ready + 1 if sequence.generated and not sequence.held else NEVER
+        return fits
 
     def _drop(self, sequence: Sequence, keep: bool = True, by_itself: bool = False) -> None:
         siblings = self._by_id[sequence.request.id]
@@ -471,6 +480,7 @@ class Scheduler:
             lent = self.ledger.layout.committed(self.ledger.accounts[sequence.slot].lent)
             self.decisions.ended(sequence, lent, keep)
         self.ledger.close(sequence.slot, keep, by_itself)
+        sequence.account = None
         if sequence.slot in self.ledger.resident:
             self.resident[sequence.slot] = sequence
         else:

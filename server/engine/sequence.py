@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass, field
 from typing import Literal
 
 from model.grammar import Grammar, Matcher
 from model.kv_memory import rows_max
 from model.sampler import Logprobs, SamplingParams
-from server.engine.ledger import Plan
+from server.engine.ledger import Account, Plan
+
+NEVER = sys.maxsize  # a step that does not come
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +50,9 @@ class Sequence:
     tokens: list[int] = field(init=False)
     computed: int = 0
     slot: int | None = None
+    account: Account | None = None  # what the ledger lends it, while it runs
+    paced: int = NEVER  # the step from which on it decodes a row each step, as planned
+    longest: int = field(init=False)  # tokens that it ends with at the latest
     held: bool = False  # its reader has fallen behind
     plan: Plan | None = None  # while it waits: what was booked for it
     order: tuple[float, int] = (0.0, 0)  # its place among those that wait
@@ -60,15 +66,12 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
+        self.longest = len(self.tokens) + self.request.max_tokens
         self.matcher = self.request.grammar.start() if self.request.grammar else None
 
     @property
     def generated(self) -> int:
         return len(self.tokens) - len(self.request.prompt)
-
-    @property
-    def to_compute(self) -> int:
-        return len(self.tokens) - self.computed
 
 
 @dataclass(slots=True)
@@ -159,14 +162,14 @@ class Copy:
     rows: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Step:
     """What to do now: first the moves in the pool, one after another, then compute all spans at once."""
 
     moves: tuple[Release | Copy, ...]
     spans: tuple[Span, ...]
     events: tuple[Event, ...]
+    rows: int = field(init=False)
 
-    @property
-    def rows(self) -> int:
-        return sum([span.stop - span.start for span in self.spans])
+    def __post_init__(self) -> None:
+        self.rows = sum([span.stop - span.start for span in self.spans])

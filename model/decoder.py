@@ -1,7 +1,7 @@
 """The decoder: embedding, pre-norm blocks of attention and MLP, head. No state of its own.
 
 The blocks here say in tensors what is computed, and compute it on a GPU; on the CPU the same is one
-call of `kernels.block` each.
+call of `kernels.forward`.
 
 One class for every family: what differs between Llama, Mistral, Qwen and GPT-2 is in ModelConfig.
 """
@@ -9,7 +9,7 @@ One class for every family: what differs between Llama, Mistral, Qwen and GPT-2 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -142,7 +142,7 @@ class Decoder:
         take.finish()
         if device == "cpu":
             self._model = self._compiled_model()
-            self._layers = tuple(map(self._compiled_layer, self.blocks))
+            self._layers = self._compiled_layers()
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: KVPool) -> torch.Tensor:
@@ -161,7 +161,7 @@ class Decoder:
         return self.head(self.norm(x[batch.sample_rows])).cpu()  # [S, vocab]
 
     def _forward_compiled(self, batch: Batch, pool: KVPool) -> torch.Tensor:
-        """The same step in a call of compiled code a block, each row alone."""
+        """The same step in one call of compiled code, each row alone."""
         c, rows = self.config, len(batch.tokens)
         x = self.embed(batch.tokens)  # [N, E]
         if self.positions is not None:
@@ -173,15 +173,12 @@ class Decoder:
             np.empty((rows, c.width), np.float32),
             np.empty((rows, c.num_heads + 2 * c.num_kv_heads, c.head_dim), np.float32),
             np.empty((rows, c.num_heads, c.head_dim), np.float32),
-            np.empty((rows, c.num_heads, c.head_dim), np.float32),
             np.empty((rows, (2 if c.gated_mlp else 1) * c.mlp_width), np.float32),
             np.empty((rows, c.mlp_width), np.float32),
         )
-        for at, layer in enumerate(self._layers):
-            kernels.block(across, at, layer, self._model, room, turns, pool.flat, pool.lane, slots, positions)
-        if not len(batch.sample_rows):
-            return torch.empty(0, c.vocab_size)
-        return torch.from_numpy(kernels.logits(across, self._model, batch.sample_rows.numpy()))
+        pooled = pool.flat, pool.lane, slots, positions
+        scores = kernels.forward(across, self._layers, self._model, room, turns, *pooled, batch.sample_rows.numpy())
+        return torch.from_numpy(scores)
 
     def _compiled_model(self) -> kernels.Model:
         c = self.config
@@ -197,28 +194,24 @@ class Decoder:
             _panels(self.head),
         )
 
-    def _compiled_layer(self, block: Block) -> kernels.Layer:
-        attention, mlp = block.attention, block.mlp
-        return kernels.Layer(
-            *_vectors(block.attention_norm),
-            _panels(attention.qkv),
-            _vectors(attention.q_norm)[0],
-            _vectors(attention.k_norm)[0],
-            _panels(attention.out),
-            *_vectors(block.mlp_norm),
-            _panels(mlp.up),
-            _panels(mlp.down),
-            attention.window,
-        )
+    def _compiled_layers(self) -> kernels.Layer:
+        """The weights of all blocks, those of a kind in one array; the blocks keep views of them."""
+        qkv, out, up, down = (_stacked(kind) for kind in zip(*map(_linears, self.blocks), strict=True))
+        attention, attention_bias = _stacked_norms([block.attention_norm for block in self.blocks])
+        q, _ = _stacked_norms([block.attention.q_norm for block in self.blocks])
+        k, _ = _stacked_norms([block.attention.k_norm for block in self.blocks])
+        mlp, mlp_bias = _stacked_norms([block.mlp_norm for block in self.blocks])
+        windows = np.array([block.attention.window for block in self.blocks])
+        return kernels.Layer(attention, attention_bias, qkv, q, k, out, mlp, mlp_bias, up, down, windows)
 
     @property
     def kv_dtype(self) -> torch.dtype:
-        """What K and V are kept in: fp32 on the CPU, on a GPU as the weights."""
+        """What K and V are kept in if nothing else is asked for: fp32 on the CPU, on a GPU as the weights."""
         return torch.float32 if self.device.type == "cpu" else DTYPES[self.storage]
 
     def linears(self) -> Iterator[Linear]:
         for block in self.blocks:
-            yield from (block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down)
+            yield from _linears(block)
         yield self.head
 
     def safe_rows(self, max_rows: int) -> tuple[int, ...]:
@@ -236,9 +229,34 @@ def _vectors(norm: Callable[[torch.Tensor], torch.Tensor] | None) -> tuple[NDArr
     return weight, bias
 
 
+def _stacked_norms(
+    norms: Sequence[Callable[[torch.Tensor], torch.Tensor] | None],
+) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
+    """Weights [layers, E] and biases of norms of a kind, of which the norms keep their part."""
+    weights, biases = (np.stack(parts) for parts in zip(*map(_vectors, norms), strict=True))
+    for norm, weight, bias in zip(norms, weights, biases, strict=True):
+        if isinstance(norm, RMSNorm | LayerNorm):
+            norm.weight = torch.from_numpy(weight)
+        if isinstance(norm, LayerNorm):
+            norm.bias = torch.from_numpy(bias)
+    return weights, biases
+
+
+def _linears(block: Block) -> tuple[Linear, Linear, Linear, Linear]:
+    return block.attention.qkv, block.attention.out, block.mlp.up, block.mlp.down
+
+
 def _panels(linear: Linear) -> kernels.Panels:
     assert linear.panels is not None
     return linear.panels
+
+
+def _stacked(linears: Sequence[Linear]) -> kernels.Panels:
+    """The panels of products of one shape as one array each, of which the products keep their part."""
+    stacked = kernels.Panels(*map(np.stack, zip(*map(_panels, linears), strict=True)))
+    for at, linear in enumerate(linears):
+        linear.panels = kernels.Panels(*(part[at] for part in stacked))
+    return stacked
 
 
 class _Weights:

@@ -61,13 +61,19 @@ DEPTH = 4 if _FEATURES.get("avx512vnni") else 2 if _FEATURES.get("avx2") else 1
 # rows of a tile: 32 or 16 registers hold the sums of no more; int8 has sums of a group beside those of all groups
 TILE = 8 if _WIDE else 6
 _TILE8 = 6 if _WIDE else 3
-_BLOCK = 8  # neighbouring rows of one sequence that a thread attends to; fewer rows are not worth sharing out
+_BLOCK = 8  # neighbouring rows of one sequence that a thread attends to at once; fewer are not worth sharing out
 _MANY = 16  # from so many rows on a panel of 16 bits is turned into fp32 first
 
 _F32, _F16, _I8, _I16, _I32, _I64 = ir.FloatType(), ir.HalfType(), *map(ir.IntType, (8, 16, 32, 64))
 _FLOATS, _INTS = ir.VectorType(_F32, LANES), ir.VectorType(_I32, LANES)
 _COLUMNS = range(0, PANEL, LANES)
 _ZERO = ir.Constant(_FLOATS, [0.0] * LANES)
+
+# Said at every function, also where it is False: one that says nothing takes over what the caller has that is compiled
+# first. Where sums may be reordered for SIMD, they are the same way each time, and NaN and infinity keep their meaning.
+# numpy's rules for errors, as a check for division by zero would keep a loop from becoming SIMD.
+_EXACT: dict[str, Any] = {"fastmath": False, "error_model": "numpy", "nogil": True}
+_FAST: dict[str, Any] = {**_EXACT, "fastmath": {"reassoc", "contract", "nsz", "arcp"}}
 
 
 def _data(context, builder, type_, array):  # type: ignore[no-untyped-def]
@@ -82,6 +88,12 @@ def _load(builder, base, index, vector):  # type: ignore[no-untyped-def]
 
 def _store(builder, value, base, index):  # type: ignore[no-untyped-def]
     builder.store(value, builder.bitcast(builder.gep(base, [index]), value.type.as_pointer()), align=1)
+
+
+def _ask(builder, base, index):  # type: ignore[no-untyped-def]
+    """Prefetches the cache line of an element: to read, into level 2."""
+    place = builder.bitcast(builder.gep(base, [index]), _I8.as_pointer())
+    _call(builder, "llvm.prefetch.p0", ir.VoidType(), place, _I32(0), _I32(2), _I32(1))
 
 
 def _splat(builder, value):  # type: ignore[no-untyped-def]
@@ -188,7 +200,7 @@ def _widen(typing, panels, panel, wide):  # type: ignore[no-untyped-def]
     return types.void(panels, panel, wide), build
 
 
-@njit(fastmath=False, nogil=True)
+@njit(**_EXACT)
 def tiles(rows, x, x_at, x_stride, y, y_at, y_stride, length, sums):  # type: ignore[no-untyped-def]
     """Fills `sums` for as many of the `rows` that are left as make a tile; returns how many."""
     if rows >= TILE:
@@ -204,7 +216,7 @@ def tiles(rows, x, x_at, x_stride, y, y_at, y_stride, length, sums):  # type: ig
     return 1
 
 
-@njit(fastmath=False, nogil=True)
+@njit(**_EXACT)
 def _put(sums, at, count, panel, bias, out, add):  # type: ignore[no-untyped-def]
     """Finished sums of `count` rows from `at` on, with bias, into out, or added to what stands there."""
     first = panel * PANEL
@@ -221,7 +233,7 @@ def _put(sums, at, count, panel, bias, out, add):  # type: ignore[no-untyped-def
                 out[at + row, first + column] = sums[row, column]
 
 
-@njit(parallel=True, fastmath=False, nogil=True, cache=True)
+@njit(**_EXACT, cache=True, parallel=True)
 def _multiply_floats(x, panels, bias, out, add):  # type: ignore[no-untyped-def]
     """out [N, out] = x [N, in] . panels + bias; panels [P, in, PANEL] in fp32, or bits: fp16's uint16, bf16's int16."""
     rows, inputs = x.shape
@@ -265,7 +277,7 @@ def _bytes(builder, depth, base, index):  # type: ignore[no-untyped-def]
 
 
 @intrinsic(prefer_literal=True)
-def _dots(typing, rows, values, at, scales, starts, panels, panel, weight_scales, sums):  # type: ignore[no-untyped-def]
+def _dots(typing, rows, values, at, scales, starts, panels, panel, weight_scales, sums, ahead):  # type: ignore[no-untyped-def]
     """sums [rows, PANEL] = the groups' integer sums x their two scales, one chain over the groups; rows: a literal.
 
     values [N, in] 8-, 16- or 32-bit for a depth of 4, 2 or 1, scales and starts [N, G], panels [P, in / depth, PANEL,
@@ -290,6 +302,9 @@ def _dots(typing, rows, values, at, scales, starts, panels, panel, weight_scales
         lines = [builder.gep(words, [builder.mul(place, _I64(GROUP // depth))]) for place in places]
         begins = [_splat(builder, builder.load(builder.gep(first_start, [place]))) for place in places]
         group = builder.gep(base, [builder.mul(loop.at, _I64(GROUP * PANEL))])
+        with builder.if_then(builder.icmp_signed("!=", args[9], _I64(0))):
+            for line in range(0, GROUP * PANEL, 64):
+                _ask(builder, group, builder.add(args[9], _I64(line)))
         inner = _Loop(builder, _I64(GROUP // depth), [begin for begin in begins for _ in _COLUMNS])
         place = builder.mul(inner.at, _I64(PANEL * depth))
         weights = [_bytes(builder, depth, group, builder.add(place, _I64(column * depth))) for column in _COLUMNS]
@@ -314,22 +329,22 @@ def _dots(typing, rows, values, at, scales, starts, panels, panel, weight_scales
             _store(builder, total, out, _I64(n * LANES))
         return context.get_dummy_value()
 
-    return types.void(rows, values, at, scales, starts, panels, panel, weight_scales, sums), build
+    return types.void(rows, values, at, scales, starts, panels, panel, weight_scales, sums, types.intp), build
 
 
-@njit(fastmath=False, nogil=True)
-def _rows8(at, values, scales, starts, panels, panel, weight_scales, sums):  # type: ignore[no-untyped-def]
+@njit(**_EXACT)
+def _rows8(at, values, scales, starts, panels, panel, weight_scales, sums, ahead):  # type: ignore[no-untyped-def]
     left = values.shape[0] - at
     if left >= _TILE8:
-        _dots(_TILE8, values, at, scales, starts, panels, panel, weight_scales, sums)
+        _dots(_TILE8, values, at, scales, starts, panels, panel, weight_scales, sums, ahead)
         return _TILE8
     if left >= 4:
-        _dots(4, values, at, scales, starts, panels, panel, weight_scales, sums)
+        _dots(4, values, at, scales, starts, panels, panel, weight_scales, sums, ahead)
         return 4
     if left >= 2:
-        _dots(2, values, at, scales, starts, panels, panel, weight_scales, sums)
+        _dots(2, values, at, scales, starts, panels, panel, weight_scales, sums, ahead)
         return 2
-    _dots(1, values, at, scales, starts, panels, panel, weight_scales, sums)
+    _dots(1, values, at, scales, starts, panels, panel, weight_scales, sums, ahead)
     return 1
 
 
@@ -338,7 +353,7 @@ _ROUND = np.float32(12582912.0)  # 1.5 x 2^23: adding and taking it away rounds 
 _ABS = np.int32(0x7FFFFFFF)
 
 
-@njit(fastmath=False, nogil=True)
+@njit(**_EXACT)
 def _quantise(x, values, scales, starts):  # type: ignore[no-untyped-def]
     block = np.zeros(GROUP, np.float32)
     bits = block.view(np.int32)
@@ -363,7 +378,7 @@ def _quantise(x, values, scales, starts):  # type: ignore[no-untyped-def]
         starts[group] = shift * total
 
 
-@njit(parallel=True, fastmath=False, nogil=True, cache=True)
+@njit(**_EXACT, cache=True, parallel=True)
 def quantise(x, values, scales, starts):  # type: ignore[no-untyped-def]
     """x [N, in] -> values [N, G * GROUP] in -127..127, scales [N, G], starts [N, G].
 
@@ -379,20 +394,20 @@ def quantise(x, values, scales, starts):  # type: ignore[no-untyped-def]
             _quantise(x[n], values[n], scales[n], starts[n])
 
 
-@njit(parallel=True, fastmath=False, nogil=True, cache=True)
+@njit(**_EXACT, cache=True, parallel=True)
 def multiply_quantised(values, scales, starts, panels, weight_scales, bias, out, add):  # type: ignore[no-untyped-def]
     """What `quantise` made of x, times int8 panels [P, in / depth, PANEL, depth] with scales [P, G, PANEL]."""
-    rows = len(values)
+    rows, size = len(values), panels[0].size
     for panel in prange(panels.shape[0]):
         sums = np.empty((_TILE8, PANEL), np.float32)
         at = 0
         while at < rows:
-            count = _rows8(at, values, scales, starts, panels, panel, weight_scales, sums)
+            count = _rows8(at, values, scales, starts, panels, panel, weight_scales, sums, 0 if at else size)
             _put(sums, at, count, panel, bias, out, add)
             at += count
 
 
-@njit(fastmath=False, nogil=True, cache=True)
+@njit(**_EXACT, cache=True)
 def _multiply_bytes(x, panels, weight_scales, bias, out, add):  # type: ignore[no-untyped-def]
     rows, groups = x.shape[0], weight_scales.shape[1]
     values = np.empty((rows, groups * GROUP), _VALUE)
@@ -402,7 +417,7 @@ def _multiply_bytes(x, panels, weight_scales, bias, out, add):  # type: ignore[n
     multiply_quantised(values, scales, starts, panels, weight_scales, bias, out, add)
 
 
-@njit(fastmath=False, nogil=True, cache=True)
+@njit(**_EXACT, cache=True)
 def multiply(x, weight, out, add):  # type: ignore[no-untyped-def]
     """out [N, out] = x [N, in] @ weight.T + bias, or added to it; weight: Panels."""
     _multiply(x, weight, out, add)
@@ -421,11 +436,6 @@ def _by_kind(x, weight, out, add):  # type: ignore[no-untyped-def]
 
 # Attention, norms, activations
 
-# Said at every function, also where it is False: one that says nothing takes over what the caller has that is compiled
-# first. Here sums may be reordered for SIMD, the same way each time; NaN and infinity keep their meaning.
-_FAST = {"reassoc", "contract", "nsz", "arcp"}
-
-
 SILU, GELU, GELU_TANH, RELU = range(4)
 ACTIVATIONS: dict[Activation, int] = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU}
 
@@ -434,18 +444,29 @@ _LN2_HIGH, _LN2_LOW = np.float32(0.693359375), np.float32(-2.12194440e-4)  # ln 
 
 
 @intrinsic
+def _bits(typing, x):  # type: ignore[no-untyped-def]
+    """The bits of a float as an integer."""
+    return types.int32(types.float32), lambda context, builder, signature, args: builder.bitcast(args[0], _I32)
+
+
+@intrinsic
+def _float(typing, bits):  # type: ignore[no-untyped-def]
+    """The float that has these bits."""
+    return types.float32(types.int32), lambda context, builder, signature, args: builder.bitcast(args[0], _F32)
+
+
+@intrinsic
 def _power_of_two(typing, k):  # type: ignore[no-untyped-def]
     """2^k for a whole k in -126..127, from the bits of a float."""
 
     def build(context, builder, signature, args):  # type: ignore[no-untyped-def]
-        whole = builder.fptosi(args[0], ir.IntType(32))
-        bits = builder.shl(builder.add(whole, ir.IntType(32)(127)), ir.IntType(32)(23))
-        return builder.bitcast(bits, ir.FloatType())
+        whole = builder.fptosi(args[0], _I32)
+        return builder.bitcast(builder.shl(builder.add(whole, _I32(127)), _I32(23)), _F32)
 
     return types.float32(types.float32), build
 
 
-@njit(fastmath=_FAST, nogil=True)
+@njit(**_FAST)
 def _exp(x):  # type: ignore[no-untyped-def]
     """e^x = 2^k x e^r, |r| <= ln(2)/2, with a polynomial for e^r (Moshier's Cephes, expf); x is kept within +-87.
 
@@ -464,12 +485,14 @@ def _exp(x):  # type: ignore[no-untyped-def]
     return (p * r * r + r + np.float32(1.0)) * _power_of_two(k)
 
 
-@njit(fastmath=_FAST, cache=True, nogil=True)
+@njit(**_FAST, cache=True)
 def _exponentials(row):  # type: ignore[no-untyped-def]
     """row -> exp(row - max(row)) in place; returns their sum."""
-    highest = np.float32(-np.inf)
+    most = np.int32(-(2**31))  # numbers in the order of the floats, as their maximum becomes SIMD; NaN is the highest
     for j in range(len(row)):
-        highest = row[j] if row[j] > highest else highest
+        bits = _bits(row[j])
+        most = max(most, bits ^ ((bits >> 31) & _ABS))
+    highest = _float(most ^ ((most >> 31) & _ABS))
     total = np.float32(0.0)
     for j in range(len(row)):
         row[j] = _exp(row[j] - highest)
@@ -477,84 +500,229 @@ def _exponentials(row):  # type: ignore[no-untyped-def]
     return total
 
 
-@njit(fastmath=_FAST, nogil=True)
-def _scores(q, keys, scale, out):  # type: ignore[no-untyped-def]
-    """out [n] = scale x q [D] . keys [n, D]."""
-    for j in range(len(keys)):
-        total = np.float32(0.0)
-        for d in range(len(q)):
-            total += q[d] * keys[j, d]
-        out[j] = total * scale
+def _tree(builder, vectors):  # type: ignore[no-untyped-def]
+    """One vector with the sum over the lanes of each of LANES vectors; lanes are added up in pairs, then pairs."""
+    width = 1
+    while len(vectors) > 1:
+        low = [at + n + way for at in range(0, LANES, 2 * width) for way in (0, LANES) for n in range(width)]
+        first, second = (ir.Constant(_INTS, [at + shift for at in low]) for shift in (0, width))
+        vectors = [
+            builder.fadd(builder.shuffle_vector(a, b, first), builder.shuffle_vector(a, b, second))
+            for a, b in zip(vectors[::2], vectors[1::2], strict=True)
+        ]
+        width *= 2
+    return vectors[0]
 
 
-@njit(fastmath=_FAST, nogil=True)
-def _mix(weights, count, flat, base, dim, totals, sums, out):  # type: ignore[no-untyped-def]
-    """out [rows, D] = weights [rows, :count] . V / totals; V [count, D] begins at element `base`."""
-    rows, width = weights.shape
+@intrinsic(prefer_literal=True)
+def _key_tile(typing, queries, q, q_at, flat, k_at, left, dim, scale, out, out_at, out_stride):  # type: ignore[no-untyped-def]
+    """out[r, :n] = scale x q[r] . keys[:n] for some queries r and n = LANES / queries keys; `queries` is a literal.
+
+    q is fp32, from element q_at on, its rows `dim` apart, which is a multiple of LANES; keys are those from element
+    k_at of the pool on. If fewer than n are `left`, the last one stands for those beyond it.
+    """
+
+    def build(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        _, q_array, q_at, pool, k_at, left, dim, scale, scores, out_at, out_stride = args
+        rows, last = range(queries.literal_value), builder.sub(left, _I64(1))
+        keys = range(LANES // len(rows))
+        q_base = builder.gep(_data(context, builder, q, q_array), [q_at])
+        k_base = builder.gep(_data(context, builder, flat, pool), [k_at])
+        q_rows = [builder.gep(q_base, [builder.mul(dim, _I64(row))]) for row in rows]
+        k_rows = []
+        for key in keys:
+            there = builder.select(builder.icmp_signed("<", _I64(key), last), _I64(key), last)
+            k_rows.append(builder.gep(k_base, [builder.mul(dim, there)]))
+        loop = _Loop(builder, builder.udiv(dim, _I64(LANES)), [_ZERO] * LANES)
+        place = builder.mul(loop.at, _I64(LANES))
+        k_parts = [_widened(builder, flat.dtype, line, place) for line in k_rows]
+        chains = iter(loop.carried)
+        longer = []
+        for line in q_rows:
+            q_part = _load(builder, line, place, _FLOATS)
+            longer += [_chain(builder, q_part, k_part, next(chains)) for k_part in k_parts]
+        loop.end(longer)
+        total = builder.fmul(_tree(builder, longer), _splat(builder, scale))
+        base = builder.gep(_data(context, builder, out, scores), [out_at])
+        for row in rows:
+            ours = ir.Constant(ir.VectorType(_I32, len(keys)), [row * len(keys) + key for key in keys])
+            _store(builder, builder.shuffle_vector(total, total, ours), base, builder.mul(out_stride, _I64(row)))
+        return context.get_dummy_value()
+
+    at = types.intp
+    return types.void(queries, q, at, flat, at, at, at, types.float32, out, at, at), build
+
+
+@intrinsic
+def _get(typing, flat, at):  # type: ignore[no-untyped-def]
+    """Number `at` of the pool, as fp32."""
+
+    def build(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        value = builder.load(builder.gep(_data(context, builder, flat, args[0]), [args[1]]))
+        return value if flat.dtype == types.float32 else builder.fpext(builder.bitcast(value, _F16), _F32)
+
+    return types.float32(flat, types.intp), build
+
+
+@intrinsic
+def _set(typing, flat, at, value):  # type: ignore[no-untyped-def]
+    """Number `at` of the pool = value, rounded to the nearest that it can hold."""
+
+    def build(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        value = args[2]
+        if flat.dtype != types.float32:
+            value = builder.bitcast(builder.fptrunc(value, _F16), _I16)
+        builder.store(value, builder.gep(_data(context, builder, flat, args[0]), [args[1]]))
+        return context.get_dummy_value()
+
+    return types.void(flat, types.intp, types.float32), build
+
+
+@intrinsic
+def _prefetch(typing, flat, at):  # type: ignore[no-untyped-def]
+    """Asks for the cache line with element `at` of the pool."""
+
+    def build(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        _ask(builder, _data(context, builder, flat, args[0]), args[1])
+        return context.get_dummy_value()
+
+    return types.void(flat, types.intp), build
+
+
+@njit(**_FAST)
+def _look_ahead(flat, at, length, half, ahead):  # type: ignore[no-untyped-def]
+    """Asks for the keys that come `ahead` elements later and for the values: memory's own look-ahead ends at a page."""
+    for place in range(at, at + length, 64 // flat.itemsize):
+        _prefetch(flat, place + ahead)
+        _prefetch(flat, place + half)
+
+
+@njit(**_FAST)
+def _scores(q, many, flat, base, half, count, scale, out):  # type: ignore[no-untyped-def]
+    """out [Q, :count] = scale x q [Q, D] . keys for the first `many` queries; keys [count, D] from element `base` on.
+
+    q is filled up to a multiple of 4 queries, out to that and, in keys, to a multiple of LANES. Values lie `half`
+    elements after the keys.
+    """
+    dim, width = q.shape[1], out.shape[1]
+    if dim % LANES:
+        for row in range(many):
+            for j in range(count):
+                total = np.float32(0.0)
+                for d in range(dim):
+                    total += q[row, d] * _get(flat, base + j * dim + d)
+                out[row, j] = total * scale
+        return
+    at = 0
+    while many - at > 1:
+        for j in range(0, count, LANES // 4):
+            if at == 0:
+                _look_ahead(flat, base + j * dim, LANES // 4 * dim, half, LANES * dim)
+            _key_tile(4, q, at * dim, flat, base + j * dim, count - j, dim, scale, out, at * width + j, width)
+        at += 4
+    if at < many:
+        for j in range(0, count, LANES):
+            if at == 0:
+                _look_ahead(flat, base + j * dim, LANES * dim, half, LANES * dim)
+            _key_tile(1, q, at * dim, flat, base + j * dim, count - j, dim, scale, out, at * width + j, width)
+
+
+@njit(**_FAST)
+def _mix(weights, count, flat, base, sums, out):  # type: ignore[no-untyped-def]
+    """out [Q, D] = weights [Q, :count] . V; V [count, D] begins at element `base`."""
+    (rows, dim), width = out.shape, weights.shape[1]
     for column in range(0, dim - PANEL + 1, PANEL):
         at = 0
         while at < rows:
-            place = base + column
-            made = tiles(rows - at, weights, at * width, width, flat, place, dim, count, sums)
+            made = tiles(rows - at, weights, at * width, width, flat, base + column, dim, count, sums)
             for row in range(made):
                 for d in range(PANEL):
-                    out[at + row, column + d] = sums[row, d] / totals[at + row]
+                    out[at + row, column + d] = sums[row, d]
             at += made
     for column in range(dim // PANEL * PANEL, dim):
         for row in range(rows):
             total = np.float32(0.0)
             for j in range(count):
-                total += weights[row, j] * flat[base + j * dim + column]
-            out[row, column] = total / totals[row]
+                total += weights[row, j] * _get(flat, base + j * dim + column)
+            out[row, column] = total
 
 
-@njit(fastmath=_FAST, cache=True, nogil=True)
-def _rotate(row, cos, sin, out):  # type: ignore[no-untyped-def]
-    """RoPE of one head: pairs are (i, i + D/2)."""
+@njit(**_FAST)
+def _rotate(row, cos, sin):  # type: ignore[no-untyped-def]
+    """RoPE of one head in place: pairs are (i, i + D/2)."""
     half = len(cos)
     for i in range(half):
         first, second = row[i], row[half + i]
-        out[i] = first * cos[i] - second * sin[i]
-        out[half + i] = second * cos[i] + first * sin[i]
+        row[i] = first * cos[i] - second * sin[i]
+        row[half + i] = second * cos[i] + first * sin[i]
 
 
-@njit(fastmath=_FAST, nogil=True)
-def _write(n, qkv, turns, flat, k_at, v_at, lane, q):  # type: ignore[no-untyped-def]
-    """Row n's K, rotated once, and V into the pool from elements k_at and v_at on; its rotated Q into q."""
+@njit(**_FAST)
+def _write(n, qkv, turns, flat, k_at, v_at, lane):  # type: ignore[no-untyped-def]
+    """Rotates row n's Q and K; K and V go into the pool from elements k_at and v_at on."""
     (queries, keys, values), (cos, sin) = qkv, turns
-    dim = values.shape[2]
     for head in range(queries.shape[1]):
-        _rotate(queries[n, head], cos[n], sin[n], q[n, head])
+        _rotate(queries[n, head], cos[n], sin[n])
     for head in range(keys.shape[1]):
-        _rotate(keys[n, head], cos[n], sin[n], flat[k_at + head * lane : k_at + head * lane + dim])
+        key, value = keys[n, head], values[n, head]
+        _rotate(key, cos[n], sin[n])
+        for d in range(len(key)):
+            _set(flat, k_at + head * lane + d, key[d])
+            _set(flat, v_at + head * lane + d, value[d])
+
+
+@njit(**_FAST)
+def _attend(q, rows, kv, group, positions, window, flat, base, half, scale, out):  # type: ignore[no-untyped-def]
+    """One kv head's part of `attend` for neighbouring rows (begin, stop) of a sequence; its keys begin at `base`."""
+    begin, stop = rows
+    dim, many = q.shape[2], (stop - begin) * group
+    filled = -(-many // 4) * 4
+    first = max(0, positions[begin] + 1 - window)
+    count = positions[stop - 1] + 1 - first
+    ours = np.zeros((filled, dim), np.float32)
+    scores = np.zeros((filled, -(-count // LANES) * LANES), np.float32)
+    sums = np.empty((TILE, PANEL), np.float32)
+    totals = np.empty(many, np.float32)
+    for row in range(many):
+        ours[row] = q[begin + row // group, kv * group + row % group]
+    _scores(ours, many, flat, base + first * dim, half, count, scale, scores)
+    for row in range(many):
+        position = positions[begin + row // group]
+        low, high = max(0, position + 1 - window) - first, position + 1 - first
+        scores[row, :low] = np.float32(0.0)
+        scores[row, high:] = np.float32(0.0)
+        totals[row] = _exponentials(scores[row, low:high])
+    _mix(scores, count, flat, base + half + first * dim, sums, ours)
+    for row in range(many):
+        mixed = out[begin + row // group, kv * group + row % group]
         for d in range(dim):
-            flat[v_at + head * lane + d] = values[n, head, d]
+            mixed[d] = ours[row, d] / totals[row]
 
 
-@njit(parallel=True, fastmath=_FAST, cache=True, nogil=True)
-def attend(qkv, turns, flat, layers, lane, where, q, out):  # type: ignore[no-untyped-def]
-    """Rotates Q into q, writes rotated K and V to the pool; out = softmax(q K^T / sqrt(D)) V; q and out [N, H, D].
+@njit(**_FAST, cache=True, parallel=True)
+def attend(qkv, turns, flat, layers, lane, where, out):  # type: ignore[no-untyped-def]
+    """Rotates Q and K in place, writes K and V to the pool; out [N, H, D] = softmax(q K^T / sqrt(D)) V.
 
-    qkv: q [N, H, D], k and v [N, K, D]; turns: cos and sin [N, D/2]; flat: the pool [slot, layers, 2, K, lane], a lane
-    being the rows [max_context, D] of one head and what fills up its last page; where: slots [N], positions [N], layer
-    and window. Row n looks at the last `window` rows up to positions[n] of its own slot: rows past the position and
-    behind the window are never read, which is the mask. Query head h reads kv head h // (H // K). Neighbouring rows of
-    one sequence are one thread's, while their keys and values are in its cache; each is still computed alone.
+    qkv: q [N, H, D], k and v [N, K, D]; turns: cos and sin [N, D/2]; flat: the pool [slot, layers, 2, K, lane] in fp32
+    or bits of fp16, a lane being the rows [max_context, D] of one head and what fills up its last page; where: slots
+    [N], positions [N], layer and window. Row n looks at the last `window` rows up to positions[n] of its own slot:
+    query head h reads kv head h // (H // K). Neighbouring rows of one sequence are one thread's, which goes through
+    their keys and values once for all of them; to a row, those past its position and behind its window have weight 0,
+    which changes no sum.
     """
     slots, positions, layer, window = where
     rows, heads, dim = qkv[0].shape
     kv_heads = qkv[1].shape[1]
-    group = heads // kv_heads
     half = kv_heads * lane  # from K to V
     scale = np.float32(1.0) / np.sqrt(np.float32(dim))
     if rows < _BLOCK:
         for n in range(rows):
             at = (slots[n] * layers + layer) * 2 * half + positions[n] * dim
-            _write(n, qkv, turns, flat, at, at + half, lane, q)
+            _write(n, qkv, turns, flat, at, at + half, lane)
     else:
         for n in prange(rows):
             place = (slots[n] * layers + layer) * 2 * half + positions[n] * dim
-            _write(n, qkv, turns, flat, place, place + half, lane, q)
+            _write(n, qkv, turns, flat, place, place + half, lane)
     begins = np.empty(rows + 1, np.int64)  # block b is rows begins[b]..begins[b + 1] - 1
     blocks = 0
     for n in range(rows):
@@ -563,25 +731,16 @@ def attend(qkv, turns, flat, layers, lane, where, q, out):  # type: ignore[no-un
             begins[blocks] = n
             blocks += 1
     begins[blocks] = rows
-    for task in prange(blocks * kv_heads):
-        begin, stop = begins[task // kv_heads], begins[task // kv_heads + 1]
-        kv = task % kv_heads
-        base = (slots[begin] * layers + layer) * 2 * half + kv * lane
-        scores = np.empty((group, positions[stop - 1] + 1), np.float32)
-        totals = np.empty(group, np.float32)
-        sums = np.empty((TILE, PANEL), np.float32)
-        for n in range(begin, stop):
-            first = max(0, positions[n] + 1 - window)
-            count = positions[n] + 1 - first
-            keys = flat[base + first * dim : base + (first + count) * dim].reshape(count, dim)
-            for g in range(group):
-                _scores(q[n, kv * group + g], keys, scale, scores[g, :count])
-                totals[g] = _exponentials(scores[g, :count])
-            ours = out[n, kv * group : (kv + 1) * group]
-            _mix(scores, count, flat, base + half + first * dim, dim, totals, sums, ours)
+    tasks = blocks * kv_heads
+    for turn in prange(tasks):
+        task = tasks - 1 - turn // 2 if turn % 2 else turn // 2  # long and short ones in turn: equal shares
+        block, kv = task // kv_heads, task % kv_heads
+        base = (slots[begins[block]] * layers + layer) * 2 * half + kv * lane
+        both = begins[block], begins[block + 1]
+        _attend(qkv[0], both, kv, heads // kv_heads, positions, window, flat, base, half, scale, out)
 
 
-@njit(fastmath=_FAST, nogil=True)
+@njit(**_FAST)
 def _norm(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
     """One row: x / rms(x) * weight (Zhang & Sennrich 2019); with a bias (x - mean) / std * weight + bias (Ba 2016)."""
     width = np.float32(len(x))
@@ -600,7 +759,7 @@ def _norm(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
         out[i] += bias[i]
 
 
-@njit(parallel=True, fastmath=_FAST, cache=True, nogil=True)
+@njit(**_FAST, cache=True, parallel=True)
 def norm(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
     """out [N, E] = RMSNorm or LayerNorm of each row of x; RMSNorm has an empty bias."""
     if len(x) < _BLOCK:
@@ -611,7 +770,7 @@ def norm(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
             _norm(x[n], weight, bias, eps, out[n])
 
 
-@njit(fastmath=_FAST, nogil=True)
+@njit(**_FAST)
 def _activate(x, kind, gated, out):  # type: ignore[no-untyped-def]
     """One row, as ModelConfig.activation says; gated: act(gate) * up with x = gate beside up (Shazeer 2020)."""
     width = len(out)
@@ -633,7 +792,7 @@ def _activate(x, kind, gated, out):  # type: ignore[no-untyped-def]
             out[i] *= x[width + i]
 
 
-@njit(parallel=True, fastmath=_FAST, cache=True, nogil=True)
+@njit(**_FAST, cache=True, parallel=True)
 def activate(x, kind, gated, out):  # type: ignore[no-untyped-def]
     """out [N, M] = the MLP's activation of each row of x, [N, M] or, gated, [N, 2M]."""
     if len(x) < _BLOCK:
@@ -645,7 +804,10 @@ def activate(x, kind, gated, out):  # type: ignore[no-untyped-def]
 
 
 class Layer(NamedTuple):
-    """One block's weights; what the model does not have is empty."""
+    """One block's weights; what the model does not have is empty.
+
+    Those of all blocks are a Layer too, whose arrays have one dimension more in front.
+    """
 
     attention_norm: Floats  # [E]
     attention_norm_bias: Floats
@@ -657,7 +819,7 @@ class Layer(NamedTuple):
     mlp_norm_bias: Floats
     up: Panels
     down: Panels
-    window: int
+    window: Any  # rows
 
 
 class Model(NamedTuple):
@@ -680,13 +842,35 @@ class Buffers(NamedTuple):
 
     normed: Floats  # [N, E]
     qkv: Floats  # [N, H + 2K, D]
-    q: Floats  # [N, H, D]
     mixed: Floats  # [N, H, D]
     wide: Floats  # [N, mlp_width], gated [N, 2 mlp_width]
     active: Floats  # [N, mlp_width]
 
 
-@njit(fastmath=False, nogil=True, cache=True)
+@njit(**_EXACT)
+def _panels(stacked, at):  # type: ignore[no-untyped-def]
+    return Panels(stacked.numbers[at], stacked.scales[at], stacked.bias[at])
+
+
+@njit(**_EXACT)
+def _layer(stacked, at):  # type: ignore[no-untyped-def]
+    """Block `at` of the weights of all."""
+    return Layer(
+        stacked.attention_norm[at],
+        stacked.attention_norm_bias[at],
+        _panels(stacked.qkv, at),
+        stacked.q_norm[at],
+        stacked.k_norm[at],
+        _panels(stacked.out, at),
+        stacked.mlp_norm[at],
+        stacked.mlp_norm_bias[at],
+        _panels(stacked.up, at),
+        _panels(stacked.down, at),
+        stacked.window[at],
+    )
+
+
+@njit(**_EXACT)
 def block(x, at, layer, model, room, turns, flat, lane, slots, positions):  # type: ignore[no-untyped-def]
     """Block `at` on x [N, E], in place. room: Buffers; turns: cos and sin [N, D/2]; the others as in `attend`."""
     rows, heads, kv_heads = len(x), model.heads, model.kv_heads
@@ -699,7 +883,7 @@ def block(x, at, layer, model, room, turns, flat, lane, slots, positions):  # ty
         for head in range(kv_heads):
             norm(k[:, head], layer.k_norm, layer.k_norm[:0], model.eps, k[:, head])
     where = slots, positions, at, layer.window
-    attend((q, k, v), turns, flat, model.layers, lane, where, room.q, room.mixed)
+    attend((q, k, v), turns, flat, model.layers, lane, where, room.mixed)
     multiply(room.mixed.reshape(rows, -1), layer.out, x, True)
     norm(x, layer.mlp_norm, layer.mlp_norm_bias, model.eps, room.normed)
     multiply(room.normed, layer.up, room.wide, False)
@@ -707,11 +891,17 @@ def block(x, at, layer, model, room, turns, flat, lane, slots, positions):  # ty
     multiply(room.active, layer.down, x, True)
 
 
-@njit(fastmath=False, nogil=True, cache=True)
-def logits(x, model, sample_rows):  # type: ignore[no-untyped-def]
-    """Norm and head of some rows of x [N, E]: [S, vocab]."""
+@njit(**_EXACT, cache=True)
+def forward(x, layers, model, room, turns, flat, lane, slots, positions, sample_rows):  # type: ignore[no-untyped-def]
+    """All blocks on x [N, E], in place, then norm and head of some of its rows: logits [S, vocab].
+
+    One call a step: between calls of its parts the threads would fall asleep.
+    """
+    for at in range(model.layers):
+        block(x, at, _layer(layers, at), model, room, turns, flat, lane, slots, positions)
     chosen = x[sample_rows]
-    norm(chosen, model.norm, model.norm_bias, model.eps, chosen)
     scores = np.empty((len(chosen), model.vocab_size), np.float32)
-    multiply(chosen, model.head, scores, False)
+    if len(chosen):
+        norm(chosen, model.norm, model.norm_bias, model.eps, chosen)
+        multiply(chosen, model.head, scores, False)
     return scores

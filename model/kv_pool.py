@@ -9,6 +9,7 @@ that were written. Releasing a slot hands its pages back, so memory follows the 
 from __future__ import annotations
 
 import mmap
+from typing import Any
 
 import numpy as np
 import torch
@@ -27,7 +28,10 @@ class PoolMemoryError(MemoryError):
 
 
 class KVPool:
-    """K and V of all slots. `kv` is the tensor above; `flat` is the same memory for the compiled kernels on a CPU."""
+    """K and V of all slots. `kv` is the tensor above; `flat` is the same memory for the compiled kernels on a CPU.
+
+    There fp16 is seen as its bits, uint16. What is beyond fp16's 65,504 becomes infinite and ends its request.
+    """
 
     def __init__(self, layout: KVLayout, slots: int, device: str = "cpu", dtype: torch.dtype | None = None) -> None:
         """dtype: of layout.bytes_per_element bytes. Raises PoolMemoryError."""
@@ -48,7 +52,9 @@ class KVPool:
             (layers * 2 * heads * lane, 2 * heads * lane, heads * lane, lane, layout.head_dim, 1),
         )
         self.lane = lane  # elements
-        self.flat: NDArray[np.float32] | None = flat.numpy() if device == "cpu" else None
+        self.flat: NDArray[Any] | None = None
+        if device == "cpu":
+            self.flat = flat.numpy() if dtype == torch.float32 else flat.numpy().view(np.uint16)
 
     def _map(self) -> mmap.mmap:
         length = self.slots * self.layout.slot_bytes

@@ -48,11 +48,11 @@ class Linear:
     ) -> None:
         self.shape = (weight.shape[0], weight.shape[1])  # [out, in]
         self.device = device
-        self._bias = None if bias is None else bias.to(device, torch.float32)
         self.panels: Panels | None = None
         if device == "cpu":
-            self.panels = pack(weight, storage, self._bias)
+            self.panels = pack(weight, storage, bias)
         else:
+            self._bias = None if bias is None else bias.to(device, torch.float32)
             self._weight = weight.to(device, DTYPES[storage]).contiguous()
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:

@@ -16,10 +16,11 @@ def make_plan(settings: ModelSettings) -> tuple[ModelConfig, KVLayout, KVPlan]:
     if max_context > config.max_context:
         raise ValueError(f"--max-context {max_context} is more than the model's own {config.max_context}")
     on_cpu = settings.device == "cpu"
+    kept_in = settings.kv_dtype or ("fp32" if on_cpu else settings.weights)
     layout = KVLayout.of(
         config,
         max_context,
-        bytes_per_element=4 if on_cpu or settings.weights == "fp32" else 2,
+        bytes_per_element=4 if kept_in == "fp32" else 2,
         paged=on_cpu and can_page(),
         chunk=settings.prefill_chunk,
     )

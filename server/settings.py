@@ -83,6 +83,10 @@ class ModelSettings(BaseSettings):
         None,
         description="bytes for K and V, e.g. 512MiB (default: all slots at full length, at most half of what is free)",
     )
+    kv_dtype: Literal["fp32", "fp16"] | None = Field(
+        None,
+        description="what K and V are kept in; fp16 takes half the memory (default: fp32 on the CPU, else as weights)",
+    )
     prefill_chunk: int = Field(128, ge=1, le=4096, description="most prompt tokens computed in one step")
 
 

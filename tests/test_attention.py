@@ -70,21 +70,25 @@ def test_rotated_scores_depend_on_the_distance_only() -> None:
 
 def attended(q: Array, pool: Array, slots: Any, positions: Any, layer: int = 0, window: int = 1000) -> Array:
     """attend() for q [N, H, D] on a pool [slot, layer, 2, K, rows, D] whose rows are there already and not turned."""
+    bits = pool if pool.dtype == np.float32 else pool.view(np.uint16)
     slots, positions = np.asarray(slots), np.asarray(positions)
-    q = np.ascontiguousarray(q)
+    q = q.copy()
     _, layers, _, _, rows, dim = pool.shape
-    k, v = pool[slots, layer, 0, :, positions], pool[slots, layer, 1, :, positions]  # [N, K, D] each
+    k, v = (pool[slots, layer, at, :, positions].astype(np.float32) for at in (0, 1))  # [N, K, D] each
     turns = np.ones((len(q), dim // 2), np.float32), np.zeros((len(q), dim // 2), np.float32)
-    turned, out = np.empty_like(q), np.empty_like(q)
+    out = np.empty_like(q)
     where = slots, positions, layer, window
-    attend((q, k, v), turns, pool.reshape(-1), layers, rows * dim, where, turned, out)
+    attend((q, k, v), turns, bits.reshape(-1), layers, rows * dim, where, out)
     return out
 
 
-@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (4, 2, 80), (4, 1, 32), (6, 2, 24)])
-def test_the_kernel_equals_the_textbook_form_on_each_slot(heads: int, kv_heads: int, dim: int) -> None:
+@pytest.mark.parametrize("kept", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(4, 4, 16), (4, 2, 80), (4, 1, 32), (6, 2, 24), (9, 3, 64)])
+def test_the_kernel_equals_the_textbook_form_on_each_slot(
+    heads: int, kv_heads: int, dim: int, kept: torch.dtype
+) -> None:
     generator = torch.Generator().manual_seed(heads)
-    pool = torch.randn(3, 2, 2, kv_heads, 40, dim, generator=generator)
+    pool = torch.randn(3, 2, 2, kv_heads, 40, dim, generator=generator).to(kept)
     slots, positions = [2, 0, 2, 1], [0, 39, 17, 5]
     q = torch.randn(4, heads, dim, generator=generator)
     out = torch.from_numpy(attended(q.numpy(), pool.numpy(), slots, positions, layer=1))
@@ -92,13 +96,15 @@ def test_the_kernel_equals_the_textbook_form_on_each_slot(heads: int, kv_heads: 
         for head in range(heads):
             kv = head // (heads // kv_heads)  # neighbouring query heads share a kv head
             keys, values = pool[slot, 1, 0, kv, : position + 1], pool[slot, 1, 1, kv, : position + 1]
-            _, _, expected = scaled_dot_product(q[row, head][None], keys, values, torch.zeros(1, position + 1))
+            where = keys.float(), values.float(), torch.zeros(1, position + 1)
+            _, _, expected = scaled_dot_product(q[row, head][None], *where)
             torch.testing.assert_close(out[row, head], expected[0], atol=1e-5, rtol=1e-5)
 
 
-def test_a_row_has_the_same_bits_whatever_is_computed_beside_it() -> None:
+@pytest.mark.parametrize("kept", [np.float32, np.float16])
+def test_a_row_has_the_same_bits_whatever_is_computed_beside_it(kept: Any) -> None:
     generator = torch.Generator().manual_seed(5)
-    pool = torch.randn(9, 1, 2, 2, 64, 32, generator=generator).numpy()
+    pool = torch.randn(9, 1, 2, 2, 64, 32, generator=generator).numpy().astype(kept)
     q = torch.randn(33, 4, 32, generator=generator).numpy()
     slots, positions = np.arange(33) % 9, np.arange(33) * 7 % 64
     together = attended(q, pool, slots, positions)
@@ -107,17 +113,22 @@ def test_a_row_has_the_same_bits_whatever_is_computed_beside_it() -> None:
         assert (attended(q[one], pool, slots[one], positions[one])[0] == together[row]).all()
 
 
-def test_rows_past_the_position_are_never_read() -> None:
-    pool = np.full((1, 1, 2, 1, 8, 4), np.nan, np.float32)
-    pool[0, 0, :, 0, :3] = 1.0
-    assert attended(np.ones((1, 1, 4), np.float32), pool, [0], [2]).tolist() == [[[1.0, 1.0, 1.0, 1.0]]]
+@pytest.mark.parametrize("dim", [4, 64])
+def test_rows_past_the_position_are_never_read(dim: int) -> None:
+    for last in range(19):
+        pool = np.full((1, 1, 2, 1, 20, dim), np.nan, np.float32)
+        pool[0, 0, :, 0, : last + 1] = 1.0
+        for heads in (1, 3):
+            assert (attended(np.ones((1, heads, dim), np.float32), pool, [0], [last]) == 1.0).all()
 
 
-def test_neighbouring_rows_of_one_sequence_have_the_bits_of_each_alone() -> None:
+@pytest.mark.parametrize("kept", [np.float32, np.float16])
+@pytest.mark.parametrize("dim", [24, 64])
+def test_neighbouring_rows_of_one_sequence_have_the_bits_of_each_alone(dim: int, kept: Any) -> None:
     """Rows of a chunk are one task; a window makes each begin elsewhere."""
     generator = torch.Generator().manual_seed(6)
-    pool = torch.randn(1, 1, 2, 2, 200, 24, generator=generator).numpy()
-    q = torch.randn(70, 6, 24, generator=generator).numpy()
+    pool = torch.randn(1, 1, 2, 2, 200, dim, generator=generator).numpy().astype(kept)
+    q = torch.randn(70, 6, dim, generator=generator).numpy()
     slots, positions = np.zeros(70, np.int64), np.arange(100, 170)
     for window in (200, 13):
         together = attended(q, pool, slots, positions, window=window)
@@ -132,16 +143,25 @@ def test_nan_in_a_key_is_not_smoothed_over() -> None:
     assert np.isnan(attended(np.ones((1, 1, 4), np.float32), pool, [0], [2])).all()
 
 
+def test_fp16_rows_are_rounded_to_the_nearest_and_beyond_its_range_infinite() -> None:
+    values = np.array([[[1.0, 1 + 2**-11, 1 + 3 * 2**-11, 65504.0, 65520.0, 1e-8, -2.5, 0.1]]], np.float32)
+    pool, turns = np.zeros(2 * 8, np.uint16), (np.ones((1, 4), np.float32), np.zeros((1, 4), np.float32))
+    where, at = (np.zeros(1, np.int64), np.zeros(1, np.int64), 0, 9), np.zeros((1, 1, 8), np.float32)
+    attend((at, values.copy(), values), turns, pool, 1, 8, where, at.copy())
+    with np.errstate(over="ignore"):
+        expected = values.astype(np.float16).reshape(-1)
+    assert (pool.view(np.float16).reshape(2, 8) == expected).all() and np.isinf(expected[4])
+
+
 def test_keys_are_rotated_and_written_where_their_row_is() -> None:
     generator = torch.Generator().manual_seed(7)
     q, k, v = torch.randn(3, 2, 3, 8, generator=generator).unbind(0)  # [N, heads, D] each
     cos, sin = torch.rand(2, 2, 4, generator=generator).unbind(0)
     pool = np.zeros((2, 2, 2, 3, 5, 8), np.float32)
     where = np.array([1, 0]), np.array([4, 2]), 1, 9
-    room = np.empty((2, 2, 3, 8), np.float32)
-    qkv, turns = (q.numpy(), k.numpy(), v.numpy()), (cos.numpy(), sin.numpy())
-    attend(qkv, turns, pool.reshape(-1), 2, 5 * 8, where, room[0], room[1])
-    torch.testing.assert_close(torch.from_numpy(room[0]), rotate(q, cos, sin))
+    qkv, turns = (q.numpy().copy(), k.numpy().copy(), v.numpy()), (cos.numpy(), sin.numpy())
+    attend(qkv, turns, pool.reshape(-1), 2, 5 * 8, where, np.empty((2, 3, 8), np.float32))
+    torch.testing.assert_close(torch.from_numpy(qkv[0]), rotate(q, cos, sin))
     torch.testing.assert_close(torch.from_numpy(pool[1, 1, 0, :, 4]), rotate(k, cos, sin)[0])
     torch.testing.assert_close(torch.from_numpy(pool[0, 1, 0, :, 2]), rotate(k, cos, sin)[1])
     assert (pool[1, 1, 1, :, 4] == v[0].numpy()).all() and (pool[0, 1, 1, :, 2] == v[1].numpy()).all()

@@ -164,5 +164,15 @@ def test_every_compiled_function_says_whether_its_sums_may_be_reordered() -> Non
     functions = {name: value for name, value in vars(kernels).items() if isinstance(value, Dispatcher)}
     assert len(functions) > 15
     assert [name for name, function in functions.items() if "fastmath" not in function.targetoptions] == []
-    exact = {"_multiply_floats", "multiply_quantised", "quantise", "_quantise", "_put", "tiles", "block", "multiply"}
+    exact = {
+        "_multiply_floats",
+        "multiply_quantised",
+        "quantise",
+        "_quantise",
+        "_put",
+        "tiles",
+        "block",
+        "multiply",
+        "forward",
+    }
     assert {name for name in exact if functions[name].targetoptions["fastmath"]} == set()

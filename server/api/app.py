@@ -29,7 +29,7 @@ from server.api.stream import Streams
 from server.engine.engine import Engine
 from server.engine.explain import Decisions
 from server.engine.ledger import SURE_ROWS, KVLedger
-from server.engine.runner import Runner, usable_cpus, use_threads
+from server.engine.runner import Runner, end_idle_threads, usable_cpus, use_threads
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Event
 from server.errors import ApiError, MethodNotAllowed, NotFound, error_schema
@@ -57,7 +57,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
         raise ValueError("; ".join(plan.advice))
     progress = Progress(sys.stderr)
     checkpoint = load(settings.model, settings.weights, settings.device, layout.max_context, progress)
-    pool = KVPool(layout, plan.slots, settings.device, checkpoint.decoder.kv_dtype)
+    pool = KVPool(layout, plan.slots, settings.device, None if settings.kv_dtype else checkpoint.decoder.kv_dtype)
     pool.prove(plan.pool_bytes)
     metrics = Metrics(checkpoint.name)
     scheduler = _scheduler(settings, layout, plan)
@@ -128,6 +128,7 @@ def _warmed(runner: Runner, name: str) -> float:
     began = time.monotonic()
     runner.warm_up()  # once more, for its time
     one_row_s = time.monotonic() - began
+    end_idle_threads()
     gc.collect()
     give_back_memory()
     gc.freeze()  # the libraries' objects live for ever: a full collection over them would stop every stream

@@ -5,8 +5,9 @@
     python deploy/simulate.py --trace requests.csv               columns: arrival, prompt, max_tokens, output
 
 A step takes --step-ms (1 s by default, so that time is steps) and --row-us for each of its rows. Requests of a mix
-arrive as fast as the queue takes them (--queue), those of a trace at their time in seconds. `optimistic` is a model of
-servers that admit what fits now and, when the pool is full, evict the youngest and compute its rows again.
+arrive as fast as the queue takes them (--queue), those of a trace at their time in seconds. `optimistic` and `restart`
+are models of servers that admit what fits now and evict the youngest when the pool is full: its rows are computed
+again, or it begins anew from its prompt.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from server.engine.sequence import Finished, Request, Started, Step
 
 GREEDY = SamplingParams(temperature=0.0)
 GO_ON, END = Sampled(0), Sampled(1)
-RULES = ("reserve", "peak", "learned", "optimistic")
+RULES = ("reserve", "peak", "learned", "optimistic", "restart")
 
 
 @dataclass(frozen=True, slots=True)
@@ -201,14 +202,16 @@ class Optimistic:
     """Admits the head of the queue when its prompt fits now and 1 % of the pool stays free, as vLLM does by default.
 
     When a sequence that grows finds no page, the youngest is evicted: it goes back to the head of the queue, and its
-    prompt and the text made so far are computed again. A step has chunk + slots rows: those that decode come first,
-    prompts and what is computed again share the rest. Nobody is admitted in a step that evicted.
+    prompt and the text made so far are computed again, or without `keeps_text` its prompt, and the text is made anew,
+    a token a step. A step has chunk + slots rows: those that decode come first, prompts and what is computed again
+    share the rest. Nobody is admitted in a step that evicted.
     """
 
     WATERMARK = 0.01
 
-    def __init__(self, options: argparse.Namespace, layout: KVLayout, pool_bytes: int) -> None:
+    def __init__(self, options: argparse.Namespace, layout: KVLayout, pool_bytes: int, keeps_text: bool) -> None:
         self.options = options
+        self.keeps_text = keeps_text
         self.cost = [layout.committed(rows) for rows in range(layout.max_context + 1)]
         self.free, self.reserve = pool_bytes, int(self.WATERMARK * pool_bytes)
         self.waiting: deque[_Sequence] = deque()
@@ -269,18 +272,19 @@ class Optimistic:
             victim = self.running.pop()
             self.free += victim.held
             victim.held = victim.rows = 0
+            if not self.keeps_text:
+                victim.known = victim.job.prompt
             self.waiting.appendleft(victim)
             self.figures.evicted += 1
         return False
 
     def _compute(self, sequence: _Sequence, rows: int) -> int:
         sequence.rows += rows
-        if sequence.rows == sequence.known:
-            sequence.known += 1
-            self.figures.tokens += 1
+        sequence.known += sequence.rows == sequence.known
         if sequence.known - sequence.job.prompt >= sequence.job.output:
             self.running.remove(sequence)
             self.free += sequence.held
+            self.figures.tokens += sequence.job.output
         return rows
 
 
@@ -348,8 +352,8 @@ def main(argv: list[str] | None = None) -> int:
     for name in [options.trace] if options.trace else options.mix:
         for rule in options.rule:
             jobs = trace_jobs(name) if options.trace else mix_jobs(name, options.requests, options.seed)
-            if rule == "optimistic":
-                figures = Optimistic(options, layout, pool_bytes).run(jobs)
+            if rule in ("optimistic", "restart"):
+                figures = Optimistic(options, layout, pool_bytes, rule == "optimistic").run(jobs)
             else:
                 figures = Simulation(options, rule, layout, pool_bytes).run(jobs)
             cells = row(Path(name).name, rule, figures, pool_bytes, len(figures.queued))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import math
 from bisect import insort
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
@@ -46,7 +45,6 @@ class Counts:
     bypasses: int = 0  # times that one from behind was let in before its turn
     held_steps: int = 0  # steps that a sequence had to sit out for the sake of a safe state, or of what was promised
     postponed: int = 0  # starts that could not be at the step booked for them
-    late: int = 0  # slots given later than told
     expired: int = 0
     prefix_hits: int = 0
     prefix_rows: int = 0  # rows that did not have to be computed
@@ -103,8 +101,6 @@ class Scheduler:
             sequence.order = (now + AGEING_S * request.priority, serial)
             insort(self.waiting, sequence, key=lambda s: s.order)
             self._book(self.waiting.index(sequence))
-            latest = self.latest_s(sequence)
-            sequence.told = math.inf if latest is None else now + latest
             if self.decisions:
                 self.decisions.booked(sequence)
             for time, only_waiting in ((request.deadline, False), (request.start_by, True)):
@@ -288,7 +284,6 @@ class Scheduler:
             if (closed and not due) or sequence.request.id in self.held:
                 continue
             if (due or sequence.tried != self._freed) and self._start(sequence):
-                self.counts.late += self._planned_at > sequence.told
                 if self.decisions:
                     self.decisions.started(sequence, due, len(passed))
                 if not due:

@@ -57,7 +57,6 @@ class Sequence:
     plan: Plan | None = None  # while it waits: what was booked for it
     order: tuple[float, int] = (0.0, 0)  # its place among those that wait
     tried: int = -1  # what had come free when it was last tried in vain
-    told: float = 0.0  # when it has its slot at the latest, in seconds of the engine's clock
     passed: int = 0  # how many from behind have been let in before it
     source: Sequence | None = None  # who computes `shared` rows of its prompt just now
     shared: int = 0

@@ -139,6 +139,7 @@ class Simulation:
                 job = next(jobs, None)
             if not self.ends and job:
                 self.figures.time = job.arrival
+                continue
             self._step()
         self.figures.cpu_s = time.process_time() - began
         return self.figures
@@ -259,6 +260,7 @@ class Optimistic:
             sequence.held = needed
             self.running.append(sequence)
             budget -= self._compute(sequence, min(budget, sequence.known))
+        self._end()
         return rows - budget
 
     def _make_room(self, sequence: _Sequence) -> bool:
@@ -281,11 +283,15 @@ class Optimistic:
     def _compute(self, sequence: _Sequence, rows: int) -> int:
         sequence.rows += rows
         sequence.known += sequence.rows == sequence.known
-        if sequence.known - sequence.job.prompt >= sequence.job.output:
-            self.running.remove(sequence)
-            self.free += sequence.held
-            self.figures.tokens += sequence.job.output
         return rows
+
+    def _end(self) -> None:
+        """What the step brought to its end is free for the next."""
+        for sequence in self.running.copy():
+            if sequence.known - sequence.job.prompt >= sequence.job.output:
+                self.running.remove(sequence)
+                self.free += sequence.held
+                self.figures.tokens += sequence.job.output
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:

@@ -125,6 +125,25 @@ def test_nobody_in_a_simulated_queue_waits_longer_than_told(mix: str, requests: 
     assert figures.late == simulation.scheduler.counts.postponed == 0
 
 
+@pytest.mark.parametrize(("keeps_text", "steps"), [(True, 33), (False, 40)])
+def test_a_model_of_eviction_computes_the_text_again_or_makes_it_anew(keeps_text: bool, steps: int) -> None:
+    """Three pages of 16 rows, two of 10 + 20 tokens: both want row 17 in step 8, and the younger is evicted after 7 of
+    its tokens. The older ends in step 20; 13 steps or 20 are left."""
+    layout = KVLayout(1, 1, 64, 64)
+    model = simulate.Optimistic(simulate.arguments([]), layout, layout.committed(48), keeps_text)
+    figures = model.run(iter([simulate.Job(0.0, 10, 30, 20)] * 2))
+    assert (figures.steps, figures.evicted, figures.tokens, len(figures.queued)) == (steps, 1, 40, 2)
+
+
+def test_a_trace_is_simulated_at_its_own_times(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.csv"
+    trace.write_text("arrival,prompt,max_tokens,output\n1.5,10,30,20\n100,10,30,30\n")
+    options = simulate.arguments(["--step-ms", "1000"])
+    layout = KVLayout(1, 1, 64, 64)
+    figures = simulate.Simulation(options, "peak", layout, layout.committed(64)).run(simulate.trace_jobs(str(trace)))
+    assert (figures.steps, figures.tokens, figures.time, list(figures.queued)) == (50, 50, 130.0, [0.0, 0.0])
+
+
 def test_a_request_can_be_asked_about_by_its_own_id_and_by_ours(narrow: Live) -> None:
     threads = busy(narrow, 2, max_tokens=180)
     headers = {"X-Request-Id": "client-7"}

@@ -88,6 +88,8 @@ class Levels:
     draining: bool
     tasks: int = 0
     log_lines_dropped: int = 0
+    guessed: int = 0
+    accepted: int = 0
 
 
 class Gaps(Collector):
@@ -328,6 +330,13 @@ class LevelsCollector(Collector):
         dropped = CounterMetricFamily("tokenteller_log_lines_dropped", "Log lines that could not be written")
         dropped.add_metric([], levels.log_lines_dropped)
         yield dropped
+        for name, help, value in (
+            ("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed", levels.guessed),
+            ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that came", levels.accepted),
+        ):
+            counter = CounterMetricFamily(name, help, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
 
     def _cache_config(self, budget_bytes: int) -> Metric:
         layout = self._layout

@@ -108,6 +108,12 @@ class ServeSettings(ModelSettings):
         ge=1,
         description="wished gap in ms between tokens while prompts are computed (default: half a step more for each)",
     )
+    speculate: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="most tokens guessed per stream and step, from its prompt and text so far, where it pays; 0: none",
+    )
     bypass_limit: int = Field(4, ge=0, description="times that a waiting request may be passed by one behind it")
     queue_limit: int = Field(256, ge=1, description="requests that may wait; one more gets 429")
     queue_tokens: int = Field(2**20, ge=1, description="prompt tokens that may wait; a request beyond gets 429")

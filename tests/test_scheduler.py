@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import Mock
 
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from model.kv_memory import KVLayout
 from model.sampler import Sampled, SamplingParams
-from server.engine.ledger import KVLedger
+from server.engine.ledger import BYTES, KVLedger
 from server.engine.scheduler import Scheduler
-from server.engine.sequence import Copy, Failed, Finished, Release, Request, Sequence, Started, Step, Token
+from server.engine.sequence import Copy, Failed, Finished, Release, Request, Sequence, Span, Started, Step, Token
 
 GREEDY = SamplingParams(temperature=0.0)
 END = 999  # the end token
@@ -51,14 +54,26 @@ class FakePool:
             assert sequence.slot is not None
             rows = self.rows.setdefault(sequence.slot, [])
             assert rows[: span.start] == sequence.tokens[: span.start], "computed on the rows of another prompt"
-            rows[span.start :] = sequence.tokens[span.start : span.stop]
+            rows[span.start :] = [*sequence.tokens[span.start : span.stop], *span.guesses]
+            assert len(rows) == span.stop
 
 
 class World:
-    """A scheduler with a fake pool and clock. `answers[id]`: tokens until the end token, of each choice."""
+    """A scheduler with a fake pool and clock. `answers[id]`: tokens until the end token, of each choice.
+
+    row_s: seconds that a row makes a step longer, which is one second at least. word: the token at a position.
+    """
 
     def __init__(
-        self, layout: KVLayout | None = None, slots: int = 4, pages: int = 24, chunk: int = 5, **scheduler: Any
+        self,
+        layout: KVLayout | None = None,
+        slots: int = 4,
+        pages: int = 24,
+        chunk: int = 5,
+        *,
+        row_s: float = 0.0,
+        word: Callable[[int], int] = int,
+        **scheduler: Any,
     ) -> None:
         # one lane, four rows a page
         self.layout = layout or KVLayout(1, 1, 256, 56)
@@ -66,15 +81,16 @@ class World:
         rule = scheduler.pop("rule", "peak")
         self.ledger = KVLedger(self.layout, slots, pages * 8192, rule, chunk)
         self.scheduler = Scheduler(self.ledger, chunk, **scheduler)
-        self.now = 0.0
+        self.now, self.row_s, self.word = 0.0, row_s, word
         self.answers: dict[str, int] = {}
+        self.prompts: dict[str, int] = {}
         self.ended: dict[tuple[str, int], str] = {}
         self.started: set[tuple[str, int]] = set()
         self.text: dict[tuple[str, int], list[int]] = {}
 
     def submit(self, id: str, prompt: list[int], max_tokens: int, answer: int = 10**6, **fields: Any) -> None:
         request = Request(id, tuple(prompt), max_tokens, GREEDY, frozenset({END}), **fields)
-        self.answers[id] = answer
+        self.answers[id], self.prompts[id] = answer, len(prompt)
         self.scheduler.submit(request, self.now)
 
     def step(self, bad: bool = False) -> Step:
@@ -82,16 +98,28 @@ class World:
         step = self.scheduler.plan(self.now)
         self.take(step.events)
         self.pool.run(step)
-        self.now += 1.0
-        outcomes: list[Sampled | Exception] = [self.outcome(span.sequence) for span in step.spans if span.samples]
+        self.now += 1.0 + self.row_s * step.rows
+        outcomes = [outcome for span in step.spans if span.samples for outcome in self.outcomes(span)]
         if bad and outcomes:
             outcomes[0] = ArithmeticError("NaN")
         self.take(self.scheduler.commit(step, outcomes, self.now))
+        ledger = self.ledger
+        for slot, rows in [*((slot, a.rows) for slot, a in ledger.accounts.items()), *ledger.resident.items()]:
+            assert self.layout.committed(rows) == self.layout.committed(len(self.pool.rows.get(slot, ())))
         return step
 
-    def outcome(self, sequence: Sequence) -> Sampled:
-        over = sequence.generated + 1 >= self.answers[sequence.request.id]
-        return Sampled(END if over else len(sequence.tokens))
+    def outcomes(self, span: Span) -> list[Sampled | Exception]:
+        """What comes out of a span, and of each of its guesses as long as those before it are right."""
+        outcomes: list[Sampled | Exception] = [Sampled(self.token(span.sequence, 0))]
+        for at, guess in enumerate(span.guesses):
+            last = outcomes[-1]
+            right = isinstance(last, Sampled) and last.token_id == guess
+            outcomes.append(Sampled(self.token(span.sequence, at + 1)) if right else KeyError("after a wrong guess"))
+        return outcomes
+
+    def token(self, sequence: Sequence, ahead: int) -> int:
+        over = sequence.generated + ahead + 1 >= self.answers[sequence.request.id]
+        return END if over else self.word(len(sequence.tokens) + ahead)
 
     def take(self, events: Any) -> None:
         for event in events:
@@ -102,7 +130,10 @@ class World:
                 self.started.add(key)
             elif isinstance(event, Token):
                 assert key in self.started
-                self.text.setdefault(key, []).append(event.token_id)
+                text = self.text.setdefault(key, [])
+                assert event.token_id in (END, self.word(self.prompts[event.request_id] + len(text)))
+                text.append(event.token_id)
+                assert (event.token_id == END) == (len(text) == self.answers[event.request_id])
             elif isinstance(event, Finished | Failed):
                 self.ended[key] = event.reason if isinstance(event, Finished) else "failed"
 
@@ -183,6 +214,92 @@ def test_deadlines_of_those_that_have_ended_are_forgotten() -> None:
     assert world.scheduler.next_expiry() is None
 
 
+EIGHT_A_PAGE = KVLayout(1, 1, 128, 56)
+
+
+def speculating(pages: int = 100, **settings: Any) -> World:
+    return World(
+        EIGHT_A_PAGE,
+        pages=pages,
+        chunk=24,
+        speculate=8,
+        **{"word": lambda position: position % 3, "row_s": 0.01} | settings,
+    )
+
+
+def test_what_is_guessed_right_comes_sooner_and_within_the_pages_of_the_row_before_it() -> None:
+    world = speculating()
+    world.submit("x", [0, 1, 2, 0, 1, 2, 0, 1], 40)
+    spans = [span for _ in range(40) for span in world.step().spans]
+    assert world.text["x", 0] == [position % 3 for position in range(8, 48)] and world.ended["x", 0] == "length"
+    rows = [(span.start, span.stop) for span in spans]
+    assert rows[0] == (0, 8) and rows[-1][1] == 47, "the last token is not fed back"
+    assert all(start // 8 == (stop - 1) // 8 for start, stop in rows)
+    counts = world.scheduler.counts
+    assert len(spans) < 12 and counts.accepted == counts.guessed == 40 - len(spans)
+
+
+@pytest.mark.parametrize("answer", range(1, 24))
+def test_an_end_within_what_was_guessed_right_is_the_end(answer: int) -> None:
+    """By an end token, and by the number of tokens."""
+    for most, reason in ((40, "stop"), (answer, "stop"), (answer - 1, "length")):
+        world = speculating(word=lambda position: END if position == 7 + answer else position % 3)
+        world.submit("x", [0, 1, 2, 0, 1, 2, 0, END], max(most, 1), answer)
+        world.drain()
+        assert len(world.text["x", 0]) == min(max(most, 1), answer)
+        assert world.ended["x", 0] == reason or answer == 1
+        world.scheduler.check()
+
+
+def test_nothing_is_guessed_while_anybody_waits_or_a_row_costs_what_a_token_costs() -> None:
+    for changed, waits in (({"slots": 1}, True), ({"row_s": 100.0}, False), ({}, False)):
+        world = speculating(**changed)
+        world.submit("x", [0, 1, 2, 0, 1, 2, 0, 1], 40)
+        for _ in range(40):
+            if waits:
+                world.submit("another", [1], 1)
+            world.step()
+            world.scheduler.cancel("another")
+        assert (world.scheduler.counts.guessed > 1) == (not changed), changed
+
+
+def test_one_that_is_ahead_of_its_plan_waits_where_the_room_is_promised() -> None:
+    """Five pages. One grows from 1 page to 5; beside it one, which is never guessed, has 2 or 3 for eight steps."""
+    world = speculating(pages=5)
+    world.submit("fast", [0, 1, 2, 0, 1, 2, 0, 1], 33)
+    world.submit("slow", [5] * 16, 9, grammar=Mock())
+    for _ in range(8):
+        world.step()
+        world.scheduler.check()
+    fast, slow = world.scheduler.running
+    assert fast.computed == 16 and slow.computed == 23 and world.scheduler.counts.held_steps >= 3
+    world.step()
+    assert ("slow", 0) in world.ended
+    world.drain(6)
+    assert world.ended["fast", 0] == "length"
+
+
+def test_one_that_is_ahead_of_its_plan_does_not_wait_for_the_reader_of_another() -> None:
+    world = speculating(pages=7)
+    world.submit("fast", [0, 1, 2, 0, 1, 2, 0, 1], 33)
+    for _ in range(3):
+        world.step()
+    assert world.scheduler.running[0].computed == 16
+    world.submit("held", [5] * 16, 3, grammar=Mock())
+    world.step()
+    world.scheduler.hold("held", True)
+    for _ in range(5):
+        world.step()
+    assert world.ended["fast", 0] == "length"
+    world.scheduler.hold("held", False)
+    world.drain()
+
+
+def repetitive(position: int) -> int:
+    """Three words over and over, but for some surprises."""
+    return 7 if position % 13 == 9 else position % 3
+
+
 DRAW = st.binary(min_size=9, max_size=9)  # integers would mostly be small ones, and the last choices always the first
 PAUSES = (0, 0, 0, 2, 8, 20)  # steps that follow what was done
 
@@ -200,6 +317,7 @@ class History(RuleBasedStateMachine):
     """Arrivals, steps, ends, failures, cancels, slow readers, deadlines and shared prefixes, in any order."""
 
     admission = "peak"
+    speculates = False
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,8 +335,12 @@ class History(RuleBasedStateMachine):
         hold_limit_s=st.sampled_from([3.0, 30.0]),
     )
     def begin(self, windowed: bool, slots: int, pages: int, chunk: int, bypass: int, hold_limit_s: float) -> None:
-        layout = Windowed(1, 1, 256, 56) if windowed else KVLayout(1, 1, 256, 56)
-        fields = {"bypass_limit": bypass, "hold_limit_s": hold_limit_s, "rule": self.admission}
+        fields: dict[str, Any] = {"bypass_limit": bypass, "hold_limit_s": hold_limit_s, "rule": self.admission}
+        width = 256
+        if self.speculates:
+            width, pages = 128, pages // 2  # 8 rows a page
+            fields |= {"word": repetitive, "speculate": 2 * chunk, "row_s": (0.0, 0.05, 0.5)[bypass % 3]}
+        layout = Windowed(1, 1, width, 56) if windowed else KVLayout(1, 1, width, 56)
         self.world = World(layout, slots, pages, chunk, **fields)
         for at in range(100):  # a past in which clients used next to nothing: `learned` goes as far as it may
             self.world.ledger.usage.ended(at % 3, by_itself=True)
@@ -300,6 +422,9 @@ class History(RuleBasedStateMachine):
         scheduler = self.world.scheduler
         assert scheduler.ledger.committed_bytes <= scheduler.ledger.budget_bytes
         clock = scheduler.ledger.timetable.now
+        for account in scheduler.ledger.accounts.values():
+            planned = account.plan.take[BYTES, clock - account.plan.begin :]
+            assert not planned.size or scheduler.ledger.layout.committed(account.lent) <= planned[0]
         for sequence in scheduler.waiting:
             assert sequence.passed <= scheduler.bypass_limit
             key = (sequence.request.id, sequence.index)
@@ -328,6 +453,14 @@ class LearnedHistory(History):
     admission = "learned"
 
 
+class SpeculatingHistory(History):
+    speculates = True
+
+
+class SpeculatingLearnedHistory(LearnedHistory):
+    speculates = True
+
+
 def case(history: type[History], share: float) -> Any:
     """A test of its own for each rule, so that they are spread over the workers."""
     history.TestCase.settings = settings(
@@ -339,6 +472,8 @@ def case(history: type[History], share: float) -> Any:
     return history.TestCase
 
 
-TestPeak = case(History, 0.5)
-TestReserve = case(ReserveHistory, 0.15)
-TestLearned = case(LearnedHistory, 0.35)
+TestPeak = case(History, 0.4)
+TestReserve = case(ReserveHistory, 0.1)
+TestLearned = case(LearnedHistory, 0.2)
+TestSpeculating = case(SpeculatingHistory, 0.2)
+TestSpeculatingLearned = case(SpeculatingLearnedHistory, 0.1)

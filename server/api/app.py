@@ -61,7 +61,8 @@ def create_app(settings: ServeSettings) -> FastAPI:
     pool.prove(plan.pool_bytes)
     metrics = Metrics(checkpoint.name)
     scheduler = _scheduler(settings, layout, plan)
-    runner = Runner(checkpoint.decoder, pool, max_rows=plan.slots + settings.prefill_chunk, threads=threads)
+    max_rows = plan.slots * (1 + settings.speculate) + settings.prefill_chunk
+    runner = Runner(checkpoint.decoder, pool, max_rows, threads=threads)
     one_row_s = _warmed(runner, checkpoint.name)
 
     @asynccontextmanager
@@ -116,6 +117,7 @@ def _scheduler(settings: ServeSettings, layout: KVLayout, plan: KVPlan) -> Sched
         bypass_limit=settings.bypass_limit,
         hold_limit_s=settings.slow_reader_timeout,
         decisions=Decisions(ledger) if settings.explain or settings.explain_json else None,
+        speculate=settings.speculate,
     )
 
 

@@ -132,6 +132,8 @@ def levels(service: Service, loop: asyncio.AbstractEventLoop) -> Levels:
         draining=streams.drain_until is not None,
         tasks=len(asyncio.all_tasks(loop)),
         log_lines_dropped=logs.dropped(),
+        guessed=scheduler.counts.guessed,
+        accepted=scheduler.counts.accepted,
     )
 
 

@@ -407,6 +407,18 @@ class KVLedger:
         """Whether the plans take too much at some step: someone fell behind. While not, every state is safe."""
         return self._strained >= self.timetable.now
 
+    def ahead(self, slot: int) -> bool:
+        """Whether one more row would be more than the plan has for the holder of `slot` in this step."""
+        account = self.accounts[slot]
+        at, bytes_ = self.timetable.now - account.plan.begin, self._bytes[account.rows + 1]
+        return at < account.plan.take.shape[1] and bytes_ > account.plan.take[BYTES, at]
+
+    def rows_for_nothing(self, slot: int) -> int:
+        """How many rows the holder of `slot` may have after its next one for not a byte more."""
+        account = self.accounts[slot]
+        after = account.rows + 1
+        return min(self._room[after], account.rows_max) - after
+
     def growth(self, slot: int) -> int:
         """Bytes that one more row costs the holder of `slot`, whose prompt is computed."""
         rows = self.accounts[slot].rows

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import os
 from collections.abc import Iterable
+from collections.abc import Sequence as Seq
 from contextlib import suppress
 from pathlib import Path
 
@@ -64,7 +65,7 @@ class Runner:
         return outcome.token_id
 
     def run(self, step: Step) -> list[Sampled | Exception]:
-        """One outcome per span that samples, in the step's order."""
+        """For each span that samples one outcome, and one more for each of its guesses, in the step's order."""
         self.move(step.moves)
         if not step.spans:
             return []
@@ -72,7 +73,7 @@ class Runner:
             assert span.sequence.slot is not None
             self.pool.make_way(span.sequence.slot, span.start, span.stop)
         logits = self.decoder.forward(self._batch(step), self.pool).numpy()  # [S, vocab]
-        return _sample(logits, [span.sequence for span in step.spans if span.samples])
+        return _sample(logits, [span for span in step.spans if span.samples])
 
     def move(self, moves: Iterable[Release | Copy]) -> None:
         """Copies rows between slots and gives pages back, in this order."""
@@ -90,32 +91,34 @@ class Runner:
         for span in step.spans:
             assert span.sequence.slot is not None
             tokens += span.sequence.tokens[span.start : span.stop]
+            tokens += span.guesses
             slots += [span.sequence.slot] * (span.stop - span.start)
             positions += range(span.start, span.stop)
             if span.samples:
-                sample_rows.append(len(tokens) - 1)
+                sample_rows += range(len(tokens) - 1 - len(span.guesses), len(tokens))
         tokens += [0] * (padded(len(tokens), self.safe_rows) - len(tokens))
         sample_rows += [0] * (padded(len(sample_rows), self.safe_rows) - len(sample_rows))
         return Batch(*(torch.tensor(part, dtype=torch.int64) for part in (tokens, slots, positions, sample_rows)))
 
 
-def _sample(logits: Rows, sequences: list[Sequence]) -> list[Sampled | Exception]:
-    """The next token of each sequence, from logits [S, vocab] of their last ones; padding may follow."""
-    outcomes = sample(logits, [_draw(sequence) for sequence in sequences])
-    for sequence, outcome in zip(sequences, outcomes, strict=True):
+def _sample(logits: Rows, spans: list[Span]) -> list[Sampled | Exception]:
+    """The next token of each span, and that after each of its guesses, from logits [S, vocab]; padding may follow."""
+    draws = [(span.sequence, span.guesses[:at]) for span in spans for at in range(len(span.guesses) + 1)]
+    outcomes = sample(logits, [_draw(sequence, guesses) for sequence, guesses in draws])
+    for (sequence, _), outcome in zip(draws, outcomes, strict=True):
         matcher = sequence.matcher
         if matcher and isinstance(outcome, Sampled) and outcome.token_id not in sequence.request.stop_ids:
             matcher.advance(outcome.token_id)
     return outcomes
 
 
-def _draw(sequence: Sequence) -> Draw | GrammarError:
-    """What the next token of a sequence is drawn with."""
+def _draw(sequence: Sequence, guesses: Seq[int]) -> Draw | GrammarError:
+    """What the token after those of a sequence and some guesses is drawn with."""
     request, params, matcher = sequence.request, sequence.request.sampling, sequence.matcher
-    draw = Draw(params, sequence.index, len(sequence.tokens))
+    draw = Draw(params, sequence.index, len(sequence.tokens) + len(guesses))
     if params.penalises:
-        draw.prompt, draw.output = request.prompt, sequence.tokens[len(request.prompt) :]
-    if sequence.generated < params.min_tokens:
+        draw.prompt, draw.output = request.prompt, [*sequence.tokens[len(request.prompt) :], *guesses]
+    if sequence.generated + len(guesses) < params.min_tokens:
         draw.forbidden = request.stop_ids
     if matcher:
         try:

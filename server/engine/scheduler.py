@@ -12,6 +12,7 @@ from model.grammar import GrammarError
 from model.sampler import Sampled
 from server.engine.cost import StepCost
 from server.engine.explain import Decisions
+from server.engine.guess import Guesser
 from server.engine.ledger import KVLedger
 from server.engine.sequence import (
     NEVER,
@@ -34,6 +35,7 @@ AGEING_S = 10.0  # a request of the next lower priority is overtaken for so long
 STRETCH = 0.5  # of a step's own time that each prompt may make it longer, if no gap is wished,
 MOST_PROMPTS = 8  # up to so many
 LOOK_AHEAD = 16  # so many of those that wait are tried when something has come free
+MARGIN = 1.2  # by which a guess has to be worth more than its row costs
 WORTH_COPYING = 16  # rows of a common prefix below which computing them is as good
 
 
@@ -48,6 +50,8 @@ class Counts:
     expired: int = 0
     prefix_hits: int = 0
     prefix_rows: int = 0  # rows that did not have to be computed
+    guessed: int = 0
+    accepted: int = 0  # guessed tokens that came
 
 
 class Scheduler:
@@ -66,6 +70,7 @@ class Scheduler:
         bypass_limit: int = 4,
         hold_limit_s: float = 30.0,
         decisions: Decisions | None = None,
+        speculate: int = 0,
     ) -> None:
         self.ledger = ledger
         self.prefill_chunk = prefill_chunk
@@ -73,6 +78,8 @@ class Scheduler:
         self.bypass_limit = bypass_limit
         self.hold_limit_s = hold_limit_s
         self.decisions = decisions
+        # where a window slides, a wrong guess would make pages seem behind it that are not
+        self.speculate = 0 if any(ledger.layout.windows) else speculate
         self.waiting: list[Sequence] = []  # in their order
         self.running: list[Sequence] = []  # in the order of admission
         self.resident: dict[int, Sequence] = {}  # ended, but their rows are still there
@@ -82,6 +89,7 @@ class Scheduler:
         self._moves: list[Release | Copy] = []
         self._events: list[Event] = []
         self._sat_out: list[Sequence] = []
+        self._ahead = False  # whether some wait for their plan to catch up with them
         self.held: set[str] = set()  # requests whose readers are slow
         self._timers: list[tuple[float, int, Sequence, bool]] = []  # a heap; True: only while it waits
         self._serial = count()
@@ -120,6 +128,8 @@ class Scheduler:
         self._admit()
         spans = self._choose()
         while not spans and self._idle_until_due():
+            if self.held:
+                self._extend_holds()
             self._admit()
             spans = self._choose()
         events, self._events = tuple(self._events), []
@@ -131,15 +141,20 @@ class Scheduler:
         return moves
 
     def commit(self, step: Step, outcomes: Seq[Sampled | Exception], now: float) -> list[Event]:
-        """Books what a step computed; one outcome per span that samples, in order: the token, or what went wrong."""
+        """Books what a step computed. An outcome is a token, or what went wrong: one of each span that samples, in order,
+        and after it one of each of its guesses.
+        """
         if not step.spans:
             self._put_right()
             return []
         self.cost.observe(step.rows, now - self._planned_at)
         self.ledger.timetable.tick()
         events: list[Event] = []
+        spans: Seq[Span] = step.spans
+        if len(outcomes) > len(spans):  # some were guesses
+            spans, outcomes = self._accepted(spans, outcomes)
         results = iter(outcomes)
-        for span in step.spans:  # this runs for every token
+        for span in spans:  # this runs for every token
             sequence, stop = span.sequence, span.stop
             account, tokens = sequence.account, sequence.tokens
             assert account is not None and sequence.slot is not None
@@ -301,7 +316,7 @@ class Scheduler:
 
     def _idle_until_due(self) -> bool:
         """Lets a step pass in which nothing is computed, when all that is there waits for its time to come."""
-        if any(sequence.held for sequence in self.running):
+        if any(sequence.held for sequence in self.running) and not self._ahead:
             return False  # their readers decide how it goes on
         if not self.running and not any(s.plan and s.request.id not in self.held for s in self.waiting):
             return False
@@ -367,6 +382,7 @@ class Scheduler:
         spans: list[Span] = []
         prompts: list[Sequence] = []
         growing: list[int] = []
+        self._ahead = False
         for sequence in self.running:  # this runs for every token
             computed, account = sequence.computed, sequence.account
             assert account is not None and sequence.slot is not None
@@ -380,14 +396,69 @@ class Scheduler:
                         spans.append(Span(sequence, computed, computed + 1))
                     continue
                 if not self._replan(sequence, force=False):
-                    self._sit_out(sequence, "ahead of its plan; what it would take was promised to others")
+                    self._wait_for_plan(sequence)
                     continue
             if computed == account.room:
+                if self.ledger.ahead(sequence.slot) and not self._replan(sequence, force=False):
+                    self._wait_for_plan(sequence)
+                    continue
                 growing.append(sequence.slot)
             spans.append(Span(sequence, computed, computed + 1))
         if growing:
             spans = self._grow(spans, growing)
+        if self.speculate and spans and not prompts and not self.waiting:
+            self._guess(spans)
         return spans + self._prefill(prompts, len(spans))
+
+    def _wait_for_plan(self, sequence: Sequence) -> None:
+        self._sit_out(sequence, "ahead of its plan; what it would take was promised to others")
+        self._ahead = True
+
+    def _guess(self, spans: list[Span]) -> None:
+        """Adds guesses to the spans of those that decode, where they are expected to pay.
+
+        They take nothing that was promised: they lie in pages that the row before them takes anyway, and none are
+        made while anybody waits, so that no step is longer than was told. If they are right, the sequence is ahead of
+        its plan; before its next page it is planned anew, or else it waits for its plan to catch up.
+        """
+        cost, count = self.cost, len(spans)
+        # what a row costs, in tokens; while nobody knows, few guesses find out
+        price = MARGIN * cost.slope * count / cost.predict(count) if cost.slope else 0.5
+        if price >= 1.0:
+            return
+        for span in spans:
+            sequence = span.sequence
+            assert sequence.slot is not None
+            if sequence.matcher or sequence.computed < len(sequence.request.prompt):
+                continue
+            most = min(self.speculate, self.ledger.rows_for_nothing(sequence.slot))
+            if most:
+                guesser = sequence.guesser = sequence.guesser or Guesser()
+                span.guesses = guesser.guess(sequence.tokens, price, most)
+                span.stop += len(span.guesses)
+
+    def _accepted(
+        self, spans: Seq[Span], outcomes: Seq[Sampled | Exception]
+    ) -> tuple[Seq[Span], Seq[Sampled | Exception]]:
+        """Spans and outcomes as if each token had come in a step of its own: up to the first not guessed, or an end."""
+        one_by_one: list[Span] = []
+        came: list[Sampled | Exception] = []
+        at = 0
+        for span in spans:
+            sequence, guesses = span.sequence, span.guesses
+            known, right = span.stop - len(guesses), 0
+            for guess, outcome in zip(guesses, outcomes[at:], strict=False):
+                if isinstance(outcome, Exception) or outcome.token_id != guess or guess in sequence.request.stop_ids:
+                    break
+                right += 1
+            one_by_one += [Span(sequence, stop - 1, stop) for stop in range(known, known + right + 1)]
+            came += outcomes[at : at + right + 1]
+            at += len(guesses) + 1
+            if guesses and sequence.guesser:
+                sequence.guesser.learn(right, right < len(guesses))
+                self.counts.guessed += len(guesses)
+                self.counts.accepted += right
+        return one_by_one, came
 
     def _grow(self, spans: list[Span], growing: list[int]) -> list[Span]:
         """Makes room for those that take a new page; lets sit out those that would leave no safe order."""
@@ -470,6 +541,7 @@ class Scheduler:
                 self.ledger.timetable.remove(sequence.plan)
             return
         self.running.remove(sequence)
+        sequence.guesser = None
         keep = keep and sequence.request.cache_prefix
         if self.decisions:
             lent = self.ledger.layout.committed(self.ledger.accounts[sequence.slot].lent)

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
 from model.grammar import Grammar, Matcher
 from model.kv_memory import rows_max
 from model.sampler import Logprobs, SamplingParams
+from server.engine.guess import Guesser
 from server.engine.ledger import Account, Plan
 
 NEVER = sys.maxsize  # a step that does not come
@@ -62,6 +64,7 @@ class Sequence:
     shared: int = 0
     cached: int = 0  # rows that it did not have to compute
     matcher: Matcher | None = field(init=False)  # where it stands in its grammar
+    guesser: Guesser | None = None
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
@@ -75,16 +78,17 @@ class Sequence:
 
 @dataclass(slots=True)
 class Span:
-    """Positions start..stop-1 of one sequence, to be computed now."""
+    """Positions start..stop-1 of one sequence, to be computed now; at the last of them stand `guesses`, if any."""
 
     sequence: Sequence
     start: int
     stop: int
+    guesses: Seq[int] = ()
 
     @property
     def samples(self) -> bool:
-        """Whether the span reaches the end of what is known, so that a next token comes out of it."""
-        return self.stop == len(self.sequence.tokens)
+        """Whether the span reaches the end of what is known, so that a token comes out of it, and of each guess."""
+        return self.stop >= len(self.sequence.tokens)
 
 
 @dataclass(frozen=True, slots=True)

@@ -259,6 +259,15 @@ def test_what_a_row_costs_is_not_forgotten_while_all_steps_are_alike() -> None:
     assert cost.slope == pytest.approx(0.0005, rel=0.2) and cost.predict(8) == pytest.approx(0.006, rel=1e-3)
 
 
+def test_that_rows_cost_nothing_is_never_learned() -> None:
+    cost = StepCost()
+    for rows in [8, 40] * 50:
+        cost.observe(rows, 0.004 + 0.0005 * rows)
+    for rows in [40, 30, 20, 10, 5, 2] * 4:  # the last of many clients: fewer rows, but their goodbyes take time
+        cost.observe(rows, 0.03 - 0.0002 * rows)
+    assert cost.slope > 0.0 and cost.predict(20) == pytest.approx(0.026, rel=0.3)
+
+
 @pytest.mark.parametrize(("gap", "rows"), [(None, 9), (0.05, 32), (0.001, 4), (10.0, 64)])
 def test_prompts_get_the_rows_that_leave_the_tokens_their_pace(gap: float | None, rows: int) -> None:
     """A step costs 10 ms and 1 ms a row; 8 decode: 18 ms, half more is 27. 4 rows are sure, 64 are the most."""

@@ -300,6 +300,21 @@ def repetitive(position: int) -> int:
     return 7 if position % 13 == 9 else position % 3
 
 
+@pytest.mark.parametrize("slower", [1.0, 1.9])
+def test_a_time_that_was_told_holds_where_steps_become_slower(slower: float) -> None:
+    world = World(slots=1)
+    world.submit("runs", [1], 30)
+    for _ in range(12):
+        world.step()
+    world.submit("waits", [2], 1)
+    latest_s, came = world.scheduler.latest_s(world.scheduler.waiting[0]), world.now
+    while ("waits", 0) not in world.started:
+        world.step()
+        world.now += slower - 1.0
+    assert latest_s and world.now - slower <= came + latest_s
+    assert slower > 1.0 or latest_s < 2.5 * (world.now - came)
+
+
 DRAW = st.binary(min_size=9, max_size=9)  # integers would mostly be small ones, and the last choices always the first
 PAUSES = (0, 0, 0, 2, 8, 20)  # steps that follow what was done
 

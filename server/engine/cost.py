@@ -27,7 +27,8 @@ class StepCost:
         spread = self._xx / self._n - mean_x * mean_x
         if spread > _TELLING * mean_x * mean_x:  # else all were about as large: what a row costs stays as it was
             slope = (self._xy / self._n - mean_x * mean_y) / spread
-            self.slope = min(max(slope, 0.0), mean_y / mean_x)
+            if slope > 0.0:  # that rows cost nothing, only noise says
+                self.slope = min(slope, mean_y / mean_x)
         self.base = mean_y - self.slope * mean_x
 
     def predict(self, rows: float) -> float:

@@ -142,8 +142,8 @@ class Scheduler:
         return moves
 
     def commit(self, step: Step, outcomes: Seq[Sampled | Exception], now: float) -> list[Event]:
-        """Books what a step computed. An outcome is a token, or what went wrong: in order, one of each span that samples,
-        and after it one of each of its guesses.
+        """Books what a step computed. An outcome is a token, or what went wrong: in order, one of each span that
+        samples, and after it one of each of its guesses.
         """
         if not step.spans:
             self._put_right()

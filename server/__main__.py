@@ -1,4 +1,4 @@
-"""The command line: tokenteller serve | plan | generate. `python -m server` is the same."""
+"""The command line: tokenteller serve | plan | generate | bench. `python -m server` is the same."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsCo
 from model.config import ConfigError
 from server import logs
 from server.planning import make_plan, plan_text
-from server.settings import ApiKeys, ModelSettings, PlanSettings, ServeSettings
+from server.settings import ApiKeys, BenchSettings, ModelSettings, PlanSettings, ServeSettings
 
 if TYPE_CHECKING:
     import httpx
@@ -50,10 +50,11 @@ class GenerateSettings(ModelSettings):
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 well, 1 could not do it, 2 wrong usage."""
     arguments = sys.argv[1:] if argv is None else argv
-    commands = {"serve": _serve, "plan": _plan, "generate": _generate}
+    commands = {"serve": _serve, "plan": _plan, "generate": _generate, "bench": _bench}
     if not arguments or arguments[0] not in commands:
         print(
-            "usage: tokenteller {serve,plan,generate} [options]   (--help after a command lists them)", file=sys.stderr
+            "usage: tokenteller {serve,plan,generate,bench} [options]   (--help after a command lists them)",
+            file=sys.stderr,
         )
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     try:
@@ -193,6 +194,15 @@ def _plan(arguments: list[str]) -> int:
     settings = _settings(PlanSettings, arguments)
     plan = make_plan(settings)[2]
     print(json.dumps(plan.to_json()) if settings.json_ else plan_text(plan))
+    return 0
+
+
+def _bench(arguments: list[str]) -> int:
+    settings = _settings(BenchSettings, arguments)
+    from server.bench import bench, bench_text
+
+    told = bench(settings)
+    print(json.dumps(told) if settings.json_ else bench_text(told))
     return 0
 
 

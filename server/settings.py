@@ -54,8 +54,14 @@ def parse_origins(value: Any) -> Any:
     return tuple(origins)
 
 
+def parse_counts(value: Any) -> Any:
+    """'1,2,4' -> (1, 2, 4)."""
+    return tuple(value.split(",")) if isinstance(value, str) else value
+
+
 ApiKeys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(parse_keys)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_origins)]
+Counts = Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], NoDecode, BeforeValidator(parse_counts)]
 
 
 class ModelSettings(BaseSettings):
@@ -141,5 +147,19 @@ class PlanSettings(ModelSettings):
     memory: Bytes | None = Field(
         None,
         description="memory for weights and K/V together, instead of --kv-memory; the process takes some 350 MiB more",
+    )
+    json_: CliImplicitFlag[bool] = Field(False, alias="json", description="print JSON")
+
+
+class BenchSettings(ModelSettings):
+    """Measure the model on this machine, without HTTP."""
+
+    streams: Counts = Field((1, 2, 4, 8, 16, 32), description="how many sequences decode at once")
+    context: int = Field(256, ge=1, description="tokens that each has before it")
+    steps: int = Field(32, ge=4, description="steps measured for each")
+    temperature: float = Field(1.0, ge=0, description="0 is greedy")
+    threads: int | None = Field(None, ge=1, description="threads for the maths (default: as serve)")
+    profile: CliImplicitFlag[bool] = Field(
+        False, description="beside the speed also its parts, the floor, growth with context, memory and start"
     )
     json_: CliImplicitFlag[bool] = Field(False, alias="json", description="print JSON")

@@ -12,11 +12,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Literal
 
+import httpx
 import orjson
 import pytest
 from live import Live, joined, serve
 from safetensors.torch import load_file, save_file
 
+from server.engine.sequence import Event, Finished
 from server.errors import SlowReader
 
 
@@ -42,12 +44,12 @@ def requests(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def open_socket(live: Live, **body: Any) -> socket.socket:
+def open_socket(live: Live, path: str = "/generate", **body: Any) -> socket.socket:
     """A raw client that has sent its request and reads nothing."""
     host, port = live.url.removeprefix("http://").split(":")
     payload = orjson.dumps(body)
     client = socket.create_connection((host, int(port)))
-    head = f"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(payload)}\r\n\r\n"
     client.sendall(head.encode() + payload)
     return client
 
@@ -92,7 +94,7 @@ def test_a_client_that_leaves_frees_its_slot(crowd: Live, stream: bool, delay: f
 
 def test_a_reader_that_stops_is_held_and_then_ended_while_others_go_on(rand: Path) -> None:
     """The socket's own buffers swallow a small answer, so the reader is stopped inside: nothing is taken out."""
-    with serve(model=str(rand), slots=2, stream_buffer=8, slow_reader_timeout=0.5) as live:
+    with serve(0.003, model=str(rand), slots=2, stream_buffer=8, slow_reader_timeout=0.5) as live:
         stalled = open_socket(live, prompt="x", max_tokens=250, ignore_eos=True)
         streams = live.service.streams
         while not streams._open:
@@ -115,6 +117,44 @@ class _Never(asyncio.Event):
     async def wait(self) -> Literal[True]:
         await asyncio.sleep(3600)
         return True
+
+
+@pytest.mark.parametrize(("path", "frames"), [("/generate", 5), ("/v1/completions", 4)])
+def test_what_is_ready_together_goes_out_in_one_write(
+    crowd: Live, monkeypatch: pytest.MonkeyPatch, path: str, frames: int
+) -> None:
+    """All events come at once, as after a moment in which the event loop was busy. A chunk of HTTP is one write."""
+    streams, late = crowd.service.streams, list[Event]()
+    deliver = streams.deliver
+
+    def gathered(events: list[Event]) -> None:
+        late.extend(events)
+        if sum(isinstance(event, Finished) for event in late) == 2:
+            deliver(late)
+
+    monkeypatch.setattr(streams, "deliver", gathered)
+    client = open_socket(crowd, path, prompt="x", n=2, max_tokens=9, stream=True, ignore_eos=True)
+    raw = b""
+    while not raw.endswith(b"\r\n0\r\n\r\n"):
+        raw += client.recv(65536)
+    client.close()
+    chunks = raw.split(b"\r\n\r\n", 1)[1].split(b"\r\n")[1::2]
+    assert [chunk.count(b"data: ") for chunk in chunks if not chunk.startswith(b":")] == [frames, 1, 0]
+
+
+@pytest.mark.parametrize("pause", [0.0, 1.0])
+def test_silence_is_told_and_tokens_are_none(rand: Path, monkeypatch: pytest.MonkeyPatch, pause: float) -> None:
+    """Tokens come faster than that for longer than that, and once not."""
+    monkeypatch.setattr("server.api.stream.SILENCE_S", 0.3)
+    with serve(0.03, model=str(rand), slots=1) as live:
+        runner = live.service.engine.runner
+        run, steps = runner.run, iter(range(100))
+        monkeypatch.setattr(runner, "run", lambda step: (time.sleep(pause * (next(steps) == 15)), run(step))[1])
+        body = {"prompt": "x", "max_tokens": 20, "ignore_eos": True}
+        with httpx.stream("POST", live.url + "/generate", json=body, timeout=30) as response:
+            raw = b"".join(response.iter_raw()).decode()
+    told = raw[raw.index('"type":"start"') :].count("\n\n: ")
+    assert (1 <= told <= 3) if pause else told == 0, raw
 
 
 def test_random_aborts_leak_nothing(crowd: Live) -> None:

@@ -19,7 +19,7 @@ from model.tokenizer import Tokenizer
 from server.api import sse
 from server.api.body import SamplingBody, document, read
 from server.api.service import Service, request_id, service_of
-from server.api.stream import Delta, End, Piece, Silence, Stream, Wanted
+from server.api.stream import Delta, End, Item, Piece, Silence, Stream, Wanted
 from server.engine.sequence import Started
 from server.errors import ApiError, Unprocessable
 
@@ -96,22 +96,27 @@ async def generate(request: Request) -> Response:
 
 
 async def frames(service: Service, stream: Stream) -> AsyncIterator[bytes]:
-    """The stream as SSE frames, ending with [DONE]."""
+    """The stream as SSE frames, those together that are ready together, ending with [DONE]."""
+    last = sse.DONE
     try:
-        async for item in stream.items():
-            match item:
-                case Started():
-                    yield sse.frame({"type": "start"} | start_fields(service, stream, item))
-                case Delta(index=index, text=text, pieces=pieces):
-                    told = {"type": "token", "index": index, "text": text}
-                    yield sse.frame(told | token_fields(service.streams.tokenizer, pieces))
-                case End(index=index):
-                    yield sse.frame({"type": "end", "index": index} | end_fields(stream, item))
-                case Silence(comment=comment):
-                    yield sse.comment(comment)
+        async for items in stream.items():
+            yield b"".join([_frame(service, stream, item) for item in items])
     except ApiError as error:
-        yield sse.frame({"type": "error"} | error.body())
-    yield sse.DONE
+        last = sse.frame({"type": "error"} | error.body()) + sse.DONE
+    yield last
+
+
+def _frame(service: Service, stream: Stream, item: Item) -> bytes:
+    match item:
+        case Delta(index=index, text=text, pieces=pieces):
+            told = {"type": "token", "index": index, "text": text}
+            return sse.frame(told | token_fields(service.streams.tokenizer, pieces))
+        case Started():
+            return sse.frame({"type": "start"} | start_fields(service, stream, item))
+        case End(index=index):
+            return sse.frame({"type": "end", "index": index} | end_fields(stream, item))
+        case Silence(comment=comment):
+            return sse.comment(comment)
 
 
 async def fold(service: Service, stream: Stream) -> dict[str, Any]:
@@ -120,16 +125,17 @@ async def fold(service: Service, stream: Stream) -> dict[str, Any]:
     text: dict[int, str] = defaultdict(str)
     pieces: dict[int, list[Piece]] = defaultdict(list)
     ends: dict[int, End] = {}
-    async for item in stream.items():
-        match item:
-            case Started():
-                fields = start_fields(service, stream, item)
-                answer = {name: fields[name] for name in ("id", "slot", "kv")}
-            case Delta(index=index):
-                text[index] += item.text
-                pieces[index] += item.pieces
-            case End(index=index):
-                ends[index] = item
+    async for items in stream.items():
+        for item in items:
+            match item:
+                case Started():
+                    fields = start_fields(service, stream, item)
+                    answer = {name: fields[name] for name in ("id", "slot", "kv")}
+                case Delta(index=index):
+                    text[index] += item.text
+                    pieces[index] += item.pieces
+                case End(index=index):
+                    ends[index] = item
     choices = [
         {"index": index, "text": text[index]}
         | token_fields(service.streams.tokenizer, pieces[index])

@@ -294,34 +294,33 @@ class Answer(ABC):
             stream.close()
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """The chunks as SSE frames, ending with [DONE]."""
-        options = self.body.stream_options
+        """The chunks as SSE frames, those together that are ready together, ending with [DONE]."""
         lengths: dict[int, int] = defaultdict(int)
         try:
-            async for prompt, item in self._items():
-                if isinstance(item, Silence):
-                    yield sse.comment(item.comment)
-                for choice in self._chunks(prompt, item, lengths):
-                    yield sse.frame(self._chunk([choice], options.continuous_usage_stats))
-            if options.include_usage:
-                yield sse.frame(self._chunk([], True))
+            async for prompt, items in self._items():
+                ready = [frame for item in items for frame in self._frames(prompt, item, lengths)]
+                if ready:
+                    yield b"".join(ready)
+            last = sse.frame(self._chunk([], True)) if self.body.stream_options.include_usage else b""
         except ApiError as error:
-            yield sse.frame(error.body(v1=True))
-        yield sse.DONE
+            last = sse.frame(error.body(v1=True))
+        yield last + sse.DONE
 
     async def fold(self) -> dict[str, Any]:
         """The same as one JSON object. Raises ApiError for a failure."""
         text: dict[int, str] = defaultdict(str)
         pieces: dict[int, list[Piece]] = defaultdict(list)
         ends: dict[int, End] = {}
-        async for prompt, item in self._items():
-            match item:
-                case Delta(index=index):
-                    at = prompt * self.body.n + index
-                    text[at] += item.text
-                    pieces[at] += item.pieces
-                case End(index=index):
-                    ends[prompt * self.body.n + index] = item
+        async for prompt, items in self._items():
+            for item in items:
+                match item:
+                    case Delta(index=index):
+                        at = prompt * self.body.n + index
+                        text[at] += item.text
+                        pieces[at] += item.pieces
+                    case End(index=index):
+                        ends[prompt * self.body.n + index] = item
+                        self.completion_tokens += item.completion_tokens
         choices = []
         for at, end in sorted(ends.items()):
             logprobs = self.logprobs(at, [piece for piece in pieces[at] if piece.offset < len(text[at])])
@@ -339,24 +338,18 @@ class Answer(ABC):
             "prompt_tokens_details": {"cached_tokens": sum(one["cached_tokens"] for one in each)},
         }
 
-    async def _items(self) -> AsyncIterator[tuple[int, Item]]:
-        """What happens on all streams, each item with the place of its prompt; counts the tokens."""
-        async for prompt, item in self._merged():
-            if isinstance(item, Delta):
-                self.completion_tokens += len(item.pieces)
-            yield prompt, item
-
-    async def _merged(self) -> AsyncIterator[tuple[int, Item]]:
+    async def _items(self) -> AsyncIterator[tuple[int, list[Item]]]:
+        """What happens on all streams, with the place of its prompt."""
         if len(self.streams) == 1:
-            async for item in self.streams[0].items():
-                yield 0, item
+            async for items in self.streams[0].items():
+                yield 0, items
             return
-        queue: asyncio.Queue[tuple[int, Item | ApiError | None]] = asyncio.Queue(1)  # a slow reader slows each stream
+        queue: asyncio.Queue[tuple[int, list[Item] | ApiError | None]] = asyncio.Queue(1)  # slowed by a slow reader
 
         async def pump(prompt: int, stream: Stream) -> None:
             try:
-                async for item in stream.items():
-                    await queue.put((prompt, item))
+                async for items in stream.items():
+                    await queue.put((prompt, items))
                 await queue.put((prompt, None))
             except ApiError as error:
                 await queue.put((prompt, error))
@@ -364,13 +357,21 @@ class Answer(ABC):
         self._pumps = [asyncio.create_task(pump(at, stream)) for at, stream in enumerate(self.streams)]
         left = len(self._pumps)
         while left:
-            at, item_or_end = await queue.get()
-            if item_or_end is None:
+            at, items_or_end = await queue.get()
+            if items_or_end is None:
                 left -= 1
-            elif isinstance(item_or_end, ApiError):
-                raise item_or_end
+            elif isinstance(items_or_end, ApiError):
+                raise items_or_end
             else:
-                yield at, item_or_end
+                yield at, items_or_end
+
+    def _frames(self, prompt: int, item: Item, lengths: dict[int, int]) -> list[bytes]:
+        if isinstance(item, Silence):
+            return [sse.comment(item.comment)]
+        if isinstance(item, Delta):
+            self.completion_tokens += len(item.pieces)
+        usage_in_each = self.body.stream_options.continuous_usage_stats
+        return [sse.frame(self._chunk([choice], usage_in_each)) for choice in self._chunks(prompt, item, lengths)]
 
     def _chunks(self, prompt: int, item: Item, lengths: dict[int, int]) -> list[dict[str, Any]]:
         """The choices of the chunks that one item makes; `lengths`: characters sent of each choice."""

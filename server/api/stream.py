@@ -218,41 +218,65 @@ class Stream:
         self._held_since: float | None = None
         self._closed = False
         self._wake = asyncio.Event()
+        self._alarm: asyncio.TimerHandle | None = None
+        self._silent_at = math.inf  # by the loop's clock; 0: nothing happened until then
         self.client_id = logs.request_id.get()
         self._span = tracing.start(wanted.operation, streams.model_name, request)
 
-    async def items(self) -> AsyncIterator[Item]:
-        """What happens, in order: Started, then Deltas and an End per choice; Silence in between.
-
-        Raises ApiError for a failure, after what was ready before it.
+    async def items(self) -> AsyncIterator[list[Item]]:
+        """What happens, in order, as much at once as is ready: Started, then Deltas and an End per choice; Silence in
+        between. Raises ApiError for a failure, after what was ready before it.
         """
         told_start, open_choices = False, list(self._choices)
         patience = FIRST_S
-        while open_choices:
-            if not self._wake.is_set():
-                try:
-                    async with asyncio.timeout(patience if self.started is None else SILENCE_S):
-                        await self._wake.wait()
-                except TimeoutError:
+        try:
+            while open_choices:
+                silent = await self._silence(patience if self.started is None else SILENCE_S)
+                error = self._error
+                ready: list[Item] = []
+                if self.started and not told_start:
+                    told_start = True
+                    ready.append(self.started)
+                for choice in list(open_choices):
+                    end = choice.end  # before what is ready, so that nothing comes after it
+                    delta = choice.ready()
+                    if delta:
+                        ready.append(delta)
+                    if end:
+                        open_choices.remove(choice)
+                        ready.append(end)
+                if silent and not ready:
                     patience = WAITING_S
-                    yield Silence(await self._progress())
-                    continue
-            self._wake.clear()
-            error = self._error
-            if self.started and not told_start:
-                told_start = True
-                yield self.started
-            for choice in list(open_choices):
-                end = choice.end  # before what is ready, so that nothing comes after it
-                delta = choice.ready()
-                if delta:
-                    yield delta
-                if end:
-                    open_choices.remove(choice)
-                    yield end
-            self._release()
-            if error and open_choices:
-                raise error
+                    ready.append(Silence(await self._progress()))
+                if ready:
+                    yield ready
+                self._release()
+                if error and open_choices:
+                    raise error
+        finally:
+            if self._alarm:
+                self._alarm.cancel()
+
+    async def _silence(self, patience_s: float) -> bool:
+        """Waits until something has happened, or, which it returns, nothing has for so long. Never shorter than before:
+        one alarm serves many waits, and is put off where it goes off too early."""
+        loop = asyncio.get_running_loop()
+        self._silent_at = loop.time() + patience_s
+        if self._alarm is None:
+            self._alarm = loop.call_at(self._silent_at, self._ring)
+        await self._wake.wait()
+        self._wake.clear()
+        silent = self._silent_at == 0.0
+        self._silent_at = math.inf
+        return silent
+
+    def _ring(self) -> None:
+        loop, self._alarm = asyncio.get_running_loop(), None
+        if self._silent_at <= loop.time():
+            self._silent_at = 0.0
+            self._wake.set()
+        elif self._silent_at < math.inf:
+            self._alarm = loop.call_at(self._silent_at, self._ring)
 
     async def _progress(self) -> str:
         """How the request stands, as the engine tells it if it does within a second."""

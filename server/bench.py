@@ -128,11 +128,12 @@ def seconds_of(call: Callable[[], object]) -> float:
 
 def kernel_seconds(decoder: Decoder, pool: KVPool, rows: int, context: int) -> dict[str, float]:
     """The parts of a forward of `rows` sequences: products, attention and small operations, each for all layers."""
-    c, model, layers = decoder.config, decoder._model, decoder._layers
+    c, model = decoder.config, decoder._model
+    layers = [_layer(decoder._layers, at) for at in range(c.num_layers)]
     x, normed = np.ones((2, rows, c.width), np.float32)
     heads = np.cumsum((c.num_heads, c.num_kv_heads))
     qkv = np.ones((rows, heads[-1] + c.num_kv_heads, c.head_dim), np.float32)
-    turned, mixed = np.zeros((2, rows, c.num_heads, c.head_dim), np.float32)
+    mixed = np.zeros((rows, c.num_heads, c.head_dim), np.float32)
     wide = np.ones((rows, (2 if c.gated_mlp else 1) * c.mlp_width), np.float32)
     active, logits = (np.zeros((rows, width), np.float32) for width in (c.mlp_width, c.vocab_size))
     slots, positions, ids = np.arange(rows), np.full(rows, context), torch.zeros(rows, dtype=torch.int64)
@@ -151,7 +152,7 @@ def kernel_seconds(decoder: Decoder, pool: KVPool, rows: int, context: int) -> d
         split = tuple(np.split(qkv, heads, axis=1))
         for at, layer in enumerate(layers):
             where = (slots, positions, at, layer.window)
-            kernels.attend(split, turns, pool.flat, model.layers, pool.lane, where, turned, mixed)
+            kernels.attend(split, turns, pool.flat, model.layers, pool.lane, where, mixed)
 
     def small() -> None:
         decoder.embed(ids)
@@ -165,6 +166,14 @@ def kernel_seconds(decoder: Decoder, pool: KVPool, rows: int, context: int) -> d
     for slot in range(rows):
         pool.release(slot)
     return seconds
+
+
+def _layer(stacked: kernels.Layer, at: int) -> kernels.Layer:
+    parts: list[Any] = []
+    for part in stacked:
+        panels = isinstance(part, kernels.Panels)
+        parts.append(kernels.Panels(*(array[at] for array in part)) if panels else part[at])
+    return kernels.Layer(*parts)
 
 
 def floor(decoder: Decoder, kv_bytes: int, rows: int, context: int) -> dict[str, float]:

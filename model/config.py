@@ -21,7 +21,7 @@ TOY = Path(__file__).parent / "toy"
 log = logging.getLogger("tokenteller.model")
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
-Storage = Literal["fp32", "fp16", "bf16", "int8"]
+Storage = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
 
 
@@ -117,13 +117,19 @@ class ModelConfig:
     def weight_bytes(self, storage: Storage) -> int:
         """Bytes the weights take as served: matrices as stored, norms and biases in fp32.
 
-        A tied head is its embedding too. int8 has a scale in fp32 for each group of 64 inputs, and an embedding that
-        is not tied in fp16.
+        A tied head is its embedding too. int8 has a scale in fp32 for each group of 64 inputs, int4 a step and a lowest
+        in fp16 for each 32 and the head in int8; an embedding that is not tied is in fp16 in both.
         """
         element = 4 if storage == "fp32" else 2
         matrices = self._embedded() * element
-        for rows, columns, count in self._products():
-            row_bytes = columns + 4 * -(-columns // 64) if storage == "int8" else columns * element
+        *layers, head = self._products()
+        kept = [(shape, storage) for shape in layers] + [(head, "int8" if storage == "int4" else storage)]
+        for (rows, columns, count), form in kept:
+            row_bytes = columns * element
+            if form == "int8":
+                row_bytes = columns + 4 * -(-columns // 64)
+            elif form == "int4":
+                row_bytes = 20 * -(-columns // 32)
             matrices += count * rows * row_bytes
         return matrices + 4 * self._vectors()
 

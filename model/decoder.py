@@ -277,7 +277,7 @@ class _Weights:
             raise WeightError(name, f"has shape {list(tensor.shape)}; the config asks for {list(shape)}")
         if not tensor.dtype.is_floating_point:
             raise WeightError(name, f"holds {tensor.dtype}; weights are floating-point numbers")
-        if self.storage in ("fp16", "int8") and tensor.ndim > 1 and tensor.dtype != torch.float16:
+        if self.storage in ("fp16", "int8", "int4") and tensor.ndim > 1 and tensor.dtype != torch.float16:
             least, most = (float(value) for value in torch.aminmax(tensor))
             if max(-least, most) > torch.finfo(torch.float16).max:
                 raise WeightError(name, f"holds {max(-least, most):g}, beyond fp16's 65,504; use --weights fp32")
@@ -314,15 +314,16 @@ class _Weights:
         """
         first, last = "model.embed_tokens.weight", "lm_head.weight"
         shape = (self.config.vocab_size, self.config.width)
+        storage: Storage = "int8" if self.storage == "int4" else self.storage
         embedding = self.tensor(first, *shape)
         own = None if self.config.tied_embeddings and last not in self.tensors else self.tensor(last, *shape)
         if own is None or (self.config.tied_embeddings and torch.equal(own, embedding)):
-            head = Linear(embedding, self.storage, None, self.device)
+            head = Linear(embedding, storage, None, self.device)
             return head.rows, head
         if self.config.tied_embeddings:
             log.warning("tensor %r differs from the embedding that the config ties it to; it is used", last)
         table = Embedding(embedding.to(self.device, DTYPES[self.storage], copy=True))
-        return table, Linear(own, self.storage, None, self.device)
+        return table, Linear(own, storage, None, self.device)
 
     def block(self, layer: int) -> Block:
         c, at = self.config, f"model.layers.{layer}"

@@ -9,7 +9,8 @@ find that loop by itself, so it is written as LLVM code (`tile`, `_dots`).
 
 fp32, fp16 and bf16 weights are used as they are. int8 rounds weights and activations to 8 bits, in groups of GROUP
 inputs with a scale each (Q8_0 of llama.cpp does the same): sums within a group are integers, exact in any order, and
-the groups are one chain again.
+the groups are one chain again. int4 rounds weights to 16 steps between the lowest and the highest of each NIBBLES
+inputs, as Q4_1 does, and loses nothing of a file in that form.
 
 Compiled on first use and kept on disk beside this file, or under NUMBA_CACHE_DIR. All that is compiled is in this file,
 since numba looks at no other to see whether what it kept is out of date.
@@ -45,8 +46,8 @@ numba.get_num_threads()
 class Panels(NamedTuple):
     """A weight [out, in] in panels, filled up with zeros to whole panels and, of int8, to whole groups."""
 
-    numbers: NDArray[Any]  # [P, in, PANEL], of int8 [P, in / DEPTH, PANEL, DEPTH]
-    scales: Floats  # of int8: [P, G, PANEL]; else empty
+    numbers: NDArray[Any]  # [P, in, PANEL], of int8 [P, in / DEPTH, PANEL, DEPTH], of int4 [P, in / 8, PANEL, 4]
+    scales: NDArray[Any]  # of int8: [P, G, PANEL]; of int4 bits of fp16 [P, G, 2, PANEL], step and lowest; else empty
     bias: Floats  # [out], or empty
 
 
@@ -54,7 +55,8 @@ _FEATURES = llvm.get_host_cpu_features()
 _WIDE = bool(_FEATURES.get("avx512f"))
 LANES = 16 if _WIDE else 8  # fp32 numbers in a register
 PANEL = 2 * LANES  # outputs that are computed together
-GROUP = 64  # inputs that share a scale in int8
+GROUP = 64  # inputs that share a scale in int8,
+NIBBLES = 32  # and in int4
 # bytes that one instruction multiplies and adds up: 4 with VNNI, 2 (as 16 bits) with AVX2, else one by one
 DEPTH = 4 if _FEATURES.get("avx512vnni") else 2 if _FEATURES.get("avx2") else 1
 
@@ -276,21 +278,82 @@ def _bytes(builder, depth, base, index):  # type: ignore[no-untyped-def]
     return builder.sext(_load(builder, base, index, ir.VectorType(_I8, depth * LANES)), kind)
 
 
+def _group_of_bytes(builder, depth, group, lines, begins):  # type: ignore[no-untyped-def]
+    """Integer sums over one group of int8, by row and column; lines: each row's values, begins: what sums begin at."""
+    loop = _Loop(builder, _I64(GROUP // depth), [begin for begin in begins for _ in _COLUMNS])
+    place = builder.mul(loop.at, _I64(PANEL * depth))
+    weights = [_bytes(builder, depth, group, builder.add(place, _I64(column * depth))) for column in _COLUMNS]
+    chains = iter(loop.carried)
+    sums = []
+    for line in lines:
+        value = _splat(builder, builder.load(builder.gep(line, [loop.at])))
+        sums += [_dot(builder, depth, weight, value, next(chains)) for weight in weights]
+    loop.end(sums)
+    return sums
+
+
+def _group_of_nibbles(builder, group, lines):  # type: ignore[no-untyped-def]
+    """Integer sums over one group of int4, by row and column. A byte holds two weights of 0..15, 4 inputs apart.
+
+    Products of a weight and an int8 value stay below 2^11, so that 16 of them fit in 16 bits: AVX2 adds them up there.
+    """
+    mask = ir.Constant(_INTS, [0x0F0F0F0F] * LANES)
+    bytes_ = ir.VectorType(_I8, 4 * LANES)
+    name = "llvm.x86.avx512.pmaddubs.w.512" if _WIDE else "llvm.x86.avx2.pmadd.ub.sw"
+    kind = _INTS if DEPTH != 2 else ir.VectorType(_I16, 2 * LANES)
+    sums = [ir.Constant(kind, None)] * (len(lines) * len(_COLUMNS))
+    for pair in range(NIBBLES // 8):
+        both = [_load(builder, group, _I64(4 * (pair * PANEL + column)), _INTS) for column in _COLUMNS]
+        for half in (0, 1):
+            shifted = [builder.lshr(part, ir.Constant(_INTS, [4] * LANES)) if half else part for part in both]
+            weights = [builder.and_(part, mask) for part in shifted]
+            chains, sums = iter(sums), []
+            for line in lines:
+                value = _splat(builder, builder.load(builder.gep(line, [_I64(2 * pair + half)])))
+                for weight in weights:
+                    if DEPTH == 4:
+                        sums.append(_dot(builder, 4, weight, value, next(chains)))
+                    elif DEPTH == 2:
+                        operands = builder.bitcast(weight, bytes_), builder.bitcast(value, bytes_)
+                        sums.append(builder.add(next(chains), _call(builder, name, kind, *operands)))
+                    else:
+                        sums.append(_dot_of_bytes(builder, weight, value, next(chains)))
+    if DEPTH != 2:
+        return sums
+    ones = ir.Constant(kind, [1] * (2 * LANES))
+    name = "llvm.x86.avx512.pmaddw.d.512" if _WIDE else "llvm.x86.avx2.pmadd.wd"
+    return [_call(builder, name, _INTS, total, ones) for total in sums]
+
+
+def _dot_of_bytes(builder, weights, values, total):  # type: ignore[no-untyped-def]
+    """total + weights . values over the 4 bytes of each place, one by one; values have a sign."""
+    for byte in range(4):
+        left, right = (ir.Constant(_INTS, [bits] * LANES) for bits in (24 - 8 * byte, 24))
+        weight = builder.lshr(builder.shl(weights, left), right)
+        total = builder.add(total, builder.mul(weight, builder.ashr(builder.shl(values, left), right)))
+    return total
+
+
 @intrinsic(prefer_literal=True)
 def _dots(typing, rows, values, at, scales, starts, panels, panel, weight_scales, sums, ahead):  # type: ignore[no-untyped-def]
     """sums [rows, PANEL] = the groups' integer sums x their two scales, one chain over the groups; rows: a literal.
 
-    values [N, in] 8-, 16- or 32-bit for a depth of 4, 2 or 1, scales and starts [N, G], panels [P, in / depth, PANEL,
-    depth] bytes, weight_scales [P, G, PANEL]. A group's sum begins at its start.
+    values [N, in] 8-, 16- or 32-bit for a depth of 4, 2 or 1, scales and starts [N, G].
+    int8: panels [P, in / depth, PANEL, depth] bytes, weight_scales [P, G, PANEL]; a group's sum begins at its start.
+    int4: panels [P, in / 8, PANEL, 4] bytes, weight_scales [P, G, 2, PANEL] bits of fp16: what a weight's 0..15 is
+    multiplied by and begins at; the start is the sum of the group's values, for the latter.
+    The panel's bytes `ahead` are prefetched, if that is not 0.
     """
-    depth = 32 // values.dtype.bitwidth
+    nibbles = weight_scales.dtype == types.uint16
+    depth, group_size = 32 // values.dtype.bitwidth, NIBBLES if nibbles else GROUP
+    group_bytes = PANEL * (group_size // 2 if nibbles else group_size)
+    group_scales = 2 * PANEL if nibbles else PANEL
 
     def build(context, builder, signature, args):  # type: ignore[no-untyped-def]
         groups = builder.extract_value(context.make_array(scales)(context, builder, args[3]).shape, 1)
-        size = builder.mul(groups, _I64(GROUP * PANEL))
-        base = builder.gep(_data(context, builder, panels, args[5]), [builder.mul(args[6], size)])
-        width = builder.mul(groups, _I64(PANEL))
-        ours = builder.gep(_data(context, builder, weight_scales, args[7]), [builder.mul(args[6], width)])
+        first = builder.mul(args[6], groups)  # group of the panel
+        base = builder.gep(_data(context, builder, panels, args[5]), [builder.mul(first, _I64(group_bytes))])
+        ours = builder.gep(_data(context, builder, weight_scales, args[7]), [builder.mul(first, _I64(group_scales))])
         words = builder.bitcast(_data(context, builder, values, args[1]), _I32.as_pointer())
         first_scale = _data(context, builder, scales, args[3])
         first_start = _data(context, builder, starts, args[4])
@@ -299,30 +362,36 @@ def _dots(typing, rows, values, at, scales, starts, panels, panel, weight_scales
         places = [
             builder.add(builder.mul(builder.add(args[2], _I64(row)), groups), loop.at) for row in range(count)
         ]  # of each row's group in scales and starts
-        lines = [builder.gep(words, [builder.mul(place, _I64(GROUP // depth))]) for place in places]
-        begins = [_splat(builder, builder.load(builder.gep(first_start, [place]))) for place in places]
-        group = builder.gep(base, [builder.mul(loop.at, _I64(GROUP * PANEL))])
+        lines = [builder.gep(words, [builder.mul(place, _I64(group_size // depth))]) for place in places]
+        begins = [builder.load(builder.gep(first_start, [place])) for place in places]
+        group = builder.gep(base, [builder.mul(loop.at, _I64(group_bytes))])
         with builder.if_then(builder.icmp_signed("!=", args[9], _I64(0))):
-            for line in range(0, GROUP * PANEL, 64):
+            for line in range(0, group_bytes, 64):
                 _ask(builder, group, builder.add(args[9], _I64(line)))
-        inner = _Loop(builder, _I64(GROUP // depth), [begin for begin in begins for _ in _COLUMNS])
-        place = builder.mul(inner.at, _I64(PANEL * depth))
-        weights = [_bytes(builder, depth, group, builder.add(place, _I64(column * depth))) for column in _COLUMNS]
-        chains = iter(inner.carried)
-        sums_of_group = []
-        for line in lines:
-            value = _splat(builder, builder.load(builder.gep(line, [inner.at])))
-            sums_of_group += [_dot(builder, depth, weight, value, next(chains)) for weight in weights]
-        inner.end(sums_of_group)
-        place = builder.mul(loop.at, _I64(PANEL))
-        weights = [_load(builder, ours, builder.add(place, _I64(column)), _FLOATS) for column in _COLUMNS]
-        totals, chains = iter(loop.carried), iter(sums_of_group)
+        if nibbles:
+            sums_of_group = iter(_group_of_nibbles(builder, group, lines))
+        else:
+            begins = [_splat(builder, begin) for begin in begins]
+            sums_of_group = iter(_group_of_bytes(builder, depth, group, lines, begins))
+        place = builder.mul(loop.at, _I64(group_scales))
+        number = types.uint16 if nibbles else types.float32
+        steps = [_widened(builder, number, ours, builder.add(place, _I64(column))) for column in _COLUMNS]
+        if nibbles:
+            place = builder.add(place, _I64(PANEL))
+            lowest = [_widened(builder, number, ours, builder.add(place, _I64(column))) for column in _COLUMNS]
+        totals = iter(loop.carried)
         longer = []
-        for place in places:
-            scale = _splat(builder, builder.load(builder.gep(first_scale, [place])))
-            for weight in weights:
-                both = builder.fmul(scale, weight)
-                longer.append(_chain(builder, builder.sitofp(next(chains), _FLOATS), both, next(totals)))
+        for place, begin in zip(places, begins, strict=True):
+            scale = builder.load(builder.gep(first_scale, [place]))
+            if nibbles:
+                whole = _splat(builder, builder.fmul(builder.sitofp(begin, _F32), scale))
+            scale = _splat(builder, scale)
+            for column, step in enumerate(steps):
+                total = next(totals)
+                if nibbles:
+                    total = _chain(builder, whole, lowest[column], total)
+                both = builder.fmul(scale, step)
+                longer.append(_chain(builder, builder.sitofp(next(sums_of_group), _FLOATS), both, total))
         loop.end(longer)
         out = _data(context, builder, sums, args[8])
         for n, total in enumerate(longer):
@@ -354,49 +423,47 @@ _ABS = np.int32(0x7FFFFFFF)
 
 
 @njit(**_EXACT)
-def _quantise(x, values, scales, starts):  # type: ignore[no-untyped-def]
-    block = np.zeros(GROUP, np.float32)
+def _quantise(x, values, scales, starts, size, shift):  # type: ignore[no-untyped-def]
+    block = np.zeros(size, np.float32)
     bits = block.view(np.int32)
-    shift = np.int32(-128 if values.itemsize == 1 else 0)
     for group in range(len(scales)):
-        first = group * GROUP
-        count = min(GROUP, len(x) - first)
+        first = group * size
+        count = min(size, len(x) - first)
         block[count:] = np.float32(0.0)
         for n in range(count):
             block[n] = x[first + n]
         most = np.int32(0)
-        for n in range(GROUP):
+        for n in range(size):
             most = max(most, bits[n] & _ABS)
         largest = np.int32(most).view(np.float32)
         inverse = np.float32(127.0) / largest if largest > 0 else np.float32(0.0)
         total = np.int32(0)
-        for n in range(GROUP):
+        for n in range(size):
             value = np.int32((block[n] * inverse + _ROUND) - _ROUND)
             values[first + n] = value
             total += value
         scales[group] = largest / np.float32(127.0)
-        starts[group] = shift * total
+        starts[group] = np.int32(shift) * total
 
 
 @njit(**_EXACT, cache=True, parallel=True)
-def quantise(x, values, scales, starts):  # type: ignore[no-untyped-def]
-    """x [N, in] -> values [N, G * GROUP] in -127..127, scales [N, G], starts [N, G].
+def quantise(x, values, scales, starts, size, shift):  # type: ignore[no-untyped-def]
+    """x [N, in] -> values [N, G * size] in -127..127, scales [N, G], starts [N, G]: `shift` x the sum of the values.
 
-    A start is what a group's sum begins at: 0, or with bytes as values -128 x their sum, since weights are shifted by
-    128 to be unsigned there. A group with NaN or infinity has a scale that is none either. (The bits of floats without
-    sign sort like the floats.)
+    A group with NaN or infinity has a scale that is none either. (The bits of floats without sign sort like the
+    floats.)
     """
     if len(x) < _BLOCK:
         for n in range(len(x)):
-            _quantise(x[n], values[n], scales[n], starts[n])
+            _quantise(x[n], values[n], scales[n], starts[n], size, shift)
     else:
         for n in prange(len(x)):
-            _quantise(x[n], values[n], scales[n], starts[n])
+            _quantise(x[n], values[n], scales[n], starts[n], size, shift)
 
 
 @njit(**_EXACT, cache=True, parallel=True)
 def multiply_quantised(values, scales, starts, panels, weight_scales, bias, out, add):  # type: ignore[no-untyped-def]
-    """What `quantise` made of x, times int8 panels [P, in / depth, PANEL, depth] with scales [P, G, PANEL]."""
+    """What `quantise` made of x, times int8 or int4 panels, both as `_dots` wants them."""
     rows, size = len(values), panels[0].size
     for panel in prange(panels.shape[0]):
         sums = np.empty((_TILE8, PANEL), np.float32)
@@ -408,13 +475,13 @@ def multiply_quantised(values, scales, starts, panels, weight_scales, bias, out,
 
 
 @njit(**_EXACT, cache=True)
-def _multiply_bytes(x, panels, weight_scales, bias, out, add):  # type: ignore[no-untyped-def]
-    rows, groups = x.shape[0], weight_scales.shape[1]
-    values = np.empty((rows, groups * GROUP), _VALUE)
+def _multiply_integers(x, values, shift, weight, out, add):  # type: ignore[no-untyped-def]
+    """values: room for x in integers, [N, G * inputs of a group]."""
+    rows, groups = len(x), weight[1].shape[1]
     scales = np.empty((rows, groups), np.float32)
     starts = np.empty((rows, groups), np.int32)
-    quantise(x, values, scales, starts)
-    multiply_quantised(values, scales, starts, panels, weight_scales, bias, out, add)
+    quantise(x, values, scales, starts, values.shape[1] // groups, shift)
+    multiply_quantised(values, scales, starts, weight[0], weight[1], weight[2], out, add)
 
 
 @njit(**_EXACT, cache=True)
@@ -429,8 +496,22 @@ def _multiply(x, weight, out, add):  # type: ignore[no-untyped-def]
 
 @overload(_multiply)
 def _by_kind(x, weight, out, add):  # type: ignore[no-untyped-def]
-    if weight.types[0].dtype in (types.uint8, types.int8):
-        return lambda x, weight, out, add: _multiply_bytes(x, weight[0], weight[1], weight[2], out, add)
+    numbers, scales, _ = weight.types
+    if scales.dtype == types.uint16:
+
+        def int4(x, weight, out, add):  # type: ignore[no-untyped-def]
+            values = np.empty((len(x), weight[1].shape[1] * NIBBLES), np.int8)
+            _multiply_integers(x, values, 1, weight, out, add)
+
+        return int4
+    if numbers.dtype in (types.uint8, types.int8):
+
+        def int8(x, weight, out, add):  # type: ignore[no-untyped-def]
+            values = np.empty((len(x), weight[1].shape[1] * GROUP), _VALUE)
+            # weights are shifted by 128 to be unsigned where values are bytes
+            _multiply_integers(x, values, -128 if DEPTH == 4 else 0, weight, out, add)
+
+        return int8
     return lambda x, weight, out, add: _multiply_floats(x, weight[0], weight[2], out, add)
 
 

@@ -14,14 +14,15 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from model.config import Storage
-from model.kernels import DEPTH, GROUP, PANEL, Panels, multiply
+from model.kernels import DEPTH, GROUP, NIBBLES, PANEL, Panels, multiply
 
-# what a matrix is kept in outside of products: int8 is a form of products only
+# what a matrix is kept in outside of products: int8 and int4 are forms of products only
 DTYPES: dict[Storage, torch.dtype] = {
     "fp32": torch.float32,
     "fp16": torch.float16,
     "bf16": torch.bfloat16,
     "int8": torch.float16,
+    "int4": torch.float16,
 }
 
 
@@ -76,6 +77,8 @@ def pack(weight: torch.Tensor, storage: Storage, bias: torch.Tensor | None = Non
     unscaled = np.empty((0, 0, 0), np.float32)
     outputs, inputs = weight.shape
     panels = -(-outputs // PANEL)
+    if storage == "int4":
+        return _pack_nibbles(weight, added)
     if storage == "int8":
         groups = -(-inputs // GROUP)
         numbers = np.zeros((panels * PANEL, groups, GROUP), np.float32)
@@ -97,6 +100,22 @@ def pack(weight: torch.Tensor, storage: Storage, bias: torch.Tensor | None = Non
     return Panels(filled.numpy().view(np.uint16) if storage == "fp16" else filled.numpy(), unscaled, added)
 
 
+def _pack_nibbles(weight: torch.Tensor, added: NDArray[np.float32]) -> Panels:
+    """Each group of NIBBLES inputs as its lowest weight and 15 steps above it; two weights a byte, 4 inputs apart."""
+    outputs, inputs = weight.shape
+    panels, groups = -(-outputs // PANEL), -(-inputs // NIBBLES)
+    whole = np.zeros((panels * PANEL, groups, NIBBLES), np.float32)
+    whole.reshape(panels * PANEL, -1)[:outputs, :inputs] = weight.float().numpy()
+    lowest = whole.min(axis=2).astype(np.float16)  # [out, G]
+    step = ((whole.max(axis=2) - lowest) / 15).astype(np.float16)
+    whole -= lowest[:, :, None]
+    whole /= np.where(step > 0, step, 1)[:, :, None]
+    numbers = np.rint(whole).clip(0, 15).astype(np.uint8).reshape(panels, PANEL, groups * NIBBLES // 8, 2, 4)
+    bytes_ = (numbers[:, :, :, 0] | numbers[:, :, :, 1] << 4).transpose(0, 2, 1, 3)  # [P, in / 8, PANEL, 4]
+    scales = np.stack((step, lowest), axis=1).reshape(panels, PANEL, 2, groups).transpose(0, 3, 2, 1)
+    return Panels(np.ascontiguousarray(bytes_), np.ascontiguousarray(scales).view(np.uint16), added)
+
+
 def unpack(panels: Panels, ids: NDArray[np.int64], width: int) -> NDArray[np.float32]:
     """weight[ids] in fp32, [N, width]."""
     at, column = ids // PANEL, ids % PANEL
@@ -105,6 +124,11 @@ def unpack(panels: Panels, ids: NDArray[np.int64], width: int) -> NDArray[np.flo
         if numbers.dtype == np.int16:
             return (numbers.view(np.uint16).astype(np.uint32) << 16).view(np.float32)
         return numbers.view(np.float16).astype(np.float32) if numbers.dtype == np.uint16 else numbers
+    if panels.scales.dtype == np.uint16:
+        bytes_ = panels.numbers[at, :, column]  # [N, in / 8, 4]
+        whole = np.stack((bytes_ & 15, bytes_ >> 4), axis=2).reshape(len(ids), -1, NIBBLES).astype(np.float32)
+        step, lowest = np.moveaxis(panels.scales[at, :, :, column].view(np.float16).astype(np.float32), 2, 0)  # [N, G]
+        return (whole * step[:, :, None] + lowest[:, :, None]).reshape(len(ids), -1)[:, :width]
     numbers = panels.numbers[at, :, column].reshape(len(ids), -1).astype(np.float32)  # [N, G * GROUP]
     if DEPTH == 4:
         numbers -= 128
@@ -116,8 +140,8 @@ def check_storage(storage: Storage, device: str) -> None:
     if device == "cuda" and not torch.cuda.is_available():
         built = "finds no such device" if torch.version.cuda else "is built without it"
         raise StorageError(f"--device cuda: this torch ({torch.__version__}) {built}")
-    if storage == "int8" and device != "cpu":
-        raise StorageError(f"--weights int8: only on the CPU, not on {device}; use --weights fp16")
+    if storage in ("int8", "int4") and device != "cpu":
+        raise StorageError(f"--weights {storage}: only on the CPU, not on {device}; use --weights fp16")
 
 
 def find_safe_rows(linears: Iterable[Linear], max_rows: int) -> tuple[int, ...]:

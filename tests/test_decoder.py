@@ -70,7 +70,7 @@ def test_a_key_is_rotated_once_at_its_own_position(rand: Path) -> None:
     assert torch.equal(pool.kv[0, :, :, :, :10], before)
 
 
-@pytest.mark.parametrize("storage", ["fp16", "int8"])
+@pytest.mark.parametrize("storage", ["fp16", "int8", "int4"])
 def test_a_sequence_has_the_same_bits_alone_and_in_a_crowd(rand: Path, storage: Storage) -> None:
     decoder = load(str(rand), storage).decoder
     alone = forward(decoder, pool_for(decoder), 0, TOKENS[:5], 0)

@@ -15,7 +15,7 @@ from numba.core.dispatcher import Dispatcher
 
 from model import kernels, linear
 from model.config import Storage
-from model.kernels import GROUP, PANEL
+from model.kernels import GROUP, NIBBLES, PANEL
 from model.linear import Linear, pack, unpack
 
 STORAGES = get_args(Storage)
@@ -80,11 +80,44 @@ def test_int8_is_exact_integers_at_every_depth(depth: int, monkeypatch: pytest.M
     groups = panels.scales.shape[1]
     values = np.empty((9, groups * GROUP), {4: np.int8, 2: np.int16, 1: np.int32}[depth])
     scales, starts = np.empty((9, groups), np.float32), np.empty((9, groups), np.int32)
-    kernels.quantise(x.numpy(), values, scales, starts)
+    kernels.quantise(x.numpy(), values, scales, starts, GROUP, -128 if depth == 4 else 0)
     out = np.empty((9, PANEL + 3), np.float32)
     kernels.multiply_quantised(values, scales, starts, panels.numbers, panels.scales, panels.bias, out, False)
     np.testing.assert_allclose(out, in_integers(x.numpy(), weight.numpy()), rtol=3e-7, atol=1e-6)
     assert abs(out - (x @ weight.T).numpy()).max() < 0.03 * abs(out).max()
+
+
+def test_int4_is_exact_integers_a_step_and_a_lowest() -> None:
+    """Sums of 0..15 x -127..127 in groups are exact; what a weight begins at counts with the sum of the values."""
+    inputs = 3 * NIBBLES
+    x, weight = numbers(9, inputs).numpy(), numbers(PANEL + 3, inputs, seed=2)
+    groups = weight.numpy().reshape(PANEL + 3, 3, NIBBLES)
+    lowest = groups.min(axis=2).astype(np.float16).astype(np.float32)
+    step = ((groups.max(axis=2) - lowest) / 15).astype(np.float16).astype(np.float32)
+    b = np.rint((groups - lowest[:, :, None]) / step[:, :, None]).clip(0, 15)
+    rows = x.reshape(9, 3, NIBBLES)
+    scale = np.abs(rows).max(axis=2) / np.float32(127)
+    a = np.rint(rows * (np.float32(127) / np.abs(rows).max(axis=2))[:, :, None])
+    expected = np.zeros((9, PANEL + 3), np.float32)
+    for g in range(3):
+        begun = expected + np.outer(a[:, g].sum(axis=1, dtype=np.float32) * scale[:, g], lowest[:, g]).astype(
+            np.float64
+        )
+        both = np.outer(scale[:, g], step[:, g]).astype(np.float64)
+        expected = (begun.astype(np.float32) + (a[:, g] @ b[:, g].T) * both).astype(np.float32)
+    got = Linear(weight, "int4")(torch.from_numpy(x)).numpy()
+    np.testing.assert_allclose(got, expected, rtol=3e-6, atol=3e-6)
+    assert abs(got - x @ weight.numpy().T).max() < 0.1 * abs(got).max()
+
+
+def test_int4_loses_nothing_of_weights_in_sixteen_steps() -> None:
+    generator = np.random.default_rng(3)
+    lowest, step = (generator.normal(size=(40, 4, 1)).astype(np.float16).astype(np.float32) for _ in range(2))
+    steps = generator.integers(0, 16, size=(40, 4, NIBBLES))
+    steps[:, :, 0], steps[:, :, 1] = 0, 15
+    weight = (lowest + np.abs(step) * steps).astype(np.float32).reshape(40, 4 * NIBBLES)
+    got = unpack(pack(torch.from_numpy(weight), "int4"), np.arange(40), 4 * NIBBLES)
+    np.testing.assert_allclose(got, weight, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("storage", STORAGES)
@@ -92,7 +125,7 @@ def test_rows_of_a_packed_weight_come_back(storage: Storage) -> None:
     weight = numbers(PANEL + 9, GROUP + 9)
     ids = np.array([0, PANEL + 8, 7, 7])
     got = unpack(pack(weight, storage), ids, GROUP + 9)
-    close = {"fp32": 0, "fp16": 1e-3, "bf16": 1e-2, "int8": 0.02}[storage]
+    close = {"fp32": 0, "fp16": 1e-3, "bf16": 1e-2, "int8": 0.02, "int4": 0.2}[storage]
     np.testing.assert_allclose(got, weight[ids].numpy(), rtol=close, atol=close)
 
 
@@ -109,8 +142,9 @@ def test_what_is_no_number_stays_none_and_in_its_row(storage: Storage, poison: f
 
 
 def test_a_group_of_zeros_is_zero() -> None:
-    assert not Linear(torch.zeros(3, 70), "int8")(numbers(2, 70)).any()
-    assert not Linear(numbers(3, 70), "int8")(torch.zeros(2, 70)).any()
+    for storage in ("int8", "int4"):
+        assert not Linear(torch.zeros(3, 70), storage)(numbers(2, 70)).any()
+        assert not Linear(numbers(3, 70), storage)(torch.zeros(2, 70)).any()
 
 
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])

@@ -112,7 +112,7 @@ def test_a_pool_that_is_not_paged_has_as_many_slots_as_bytes_allow(tmp_path: Pat
     assert not plan.paged and plan.slots == 10
 
 
-@pytest.mark.parametrize("storage", ["fp32", "bf16", "int8"])
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "int8", "int4"])
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_weights_take_exactly_the_planned_bytes(tmp_path: Path, family: str, tied: bool, storage: Storage) -> None:
@@ -142,9 +142,11 @@ def test_weights_take_exactly_the_planned_bytes(tmp_path: Path, family: str, tie
     for linear in decoder.linears():
         outputs, inputs = linear.shape
         groups = -(-inputs // GROUP)
-        wide = {"fp32": 4 * inputs, "bf16": 2 * inputs, "int8": groups * (GROUP + 4)}[storage]
+        form = "int8" if storage == "int4" and linear is decoder.head else storage
+        nibbles = 20 * -(-inputs // 32)
+        wide = {"fp32": 4 * inputs, "bf16": 2 * inputs, "int8": groups * (GROUP + 4), "int4": nibbles}[form]
         filled += -(-outputs // PANEL) * PANEL * wide
-        filled -= outputs * (inputs + 4 * groups if storage == "int8" else wide)
+        filled -= outputs * (inputs + 4 * groups if form == "int8" else wide)
     assert sum(held.values()) - tables == decoder.config.weight_bytes(storage) + filled
 
 

@@ -13,7 +13,7 @@ from live import CLIENT, Live, serve
 
 REQUESTS = int(os.environ.get("TOKENTELLER_EXAMPLES", "20"))  # 200 by hand
 FORMS = [("fp32", "fp32"), ("fp16", "fp32"), ("int8", "fp16")]  # of the weights, of K and V
-SLOW = [("bf16", "fp32"), ("int8", "fp32"), ("fp32", "fp16"), ("fp16", "fp16")]
+SLOW = [("int4", "fp16"), ("bf16", "fp32"), ("int8", "fp32"), ("fp32", "fp16"), ("fp16", "fp16")]
 WORDS = "To be, or not to be, that is the question: whether it is nobler in the mind to suffer".split()
 
 

@@ -117,7 +117,7 @@ class ServeSettings(ModelSettings):
         description="wished gap in ms between tokens while prompts are computed (default: half a step more for each)",
     )
     speculate: int = Field(
-        0,
+        8,
         ge=0,
         le=64,
         description="most tokens guessed per stream and step, from its prompt and text so far, where it pays; 0: none",

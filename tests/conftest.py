@@ -8,6 +8,8 @@ import os
 # Small matrices on busy cores: waiting for a second thread costs more than it brings. Read when torch is imported.
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
+# streams take as many steps as they have tokens, unless a test wants it otherwise
+os.environ.setdefault("TOKENTELLER_SPECULATE", "0")
 
 from collections.abc import Iterator
 from pathlib import Path

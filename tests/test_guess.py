@@ -104,6 +104,7 @@ def wanted() -> list[dict[str, Any]]:
 def daring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses are made whether they pay or not, so that no test depends on what a step costs here."""
     monkeypatch.setattr("server.engine.scheduler.MARGIN", 0.0)
+    monkeypatch.setattr("server.engine.scheduler.WORTH_GUESSING_S", 0.0)
 
 
 @pytest.mark.usefixtures("daring")

@@ -251,9 +251,11 @@ def test_an_end_within_what_was_guessed_right_is_the_end(answer: int) -> None:
         world.scheduler.check()
 
 
-def test_nothing_is_guessed_while_anybody_waits_or_a_row_costs_what_a_token_costs() -> None:
-    for changed, waits in (({"slots": 1}, True), ({"row_s": 100.0}, False), ({}, False)):
-        world = speculating(**changed)
+def test_nothing_is_guessed_while_anybody_waits_or_where_it_does_not_pay(monkeypatch: pytest.MonkeyPatch) -> None:
+    worth = "server.engine.scheduler.WORTH_GUESSING_S"
+    for changed, waits in (({"slots": 1}, True), ({"row_s": 100.0}, False), ({"worth": 2.0}, False), ({}, False)):
+        monkeypatch.setattr(worth, changed.get("worth", 0.0))
+        world = speculating(**{name: value for name, value in changed.items() if name != "worth"})
         world.submit("x", [0, 1, 2, 0, 1, 2, 0, 1], 40)
         for _ in range(40):
             if waits:

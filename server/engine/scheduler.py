@@ -36,6 +36,7 @@ STRETCH = 0.5  # of a step's own time that each prompt may make it longer, if no
 MOST_PROMPTS = 8  # up to so many
 LOOK_AHEAD = 16  # so many of those that wait are tried when something has come free
 MARGIN = 1.2  # by which a guess has to be worth more than its row costs
+WORTH_GUESSING_S = 150e-6  # of a step, for each token: for less, looking it up takes longer than it brings
 SLACK = 2.0  # times what steps cost lately may they cost, before a time that was told is passed
 WORTH_COPYING = 16  # rows of a common prefix below which computing them is as good
 
@@ -426,9 +427,10 @@ class Scheduler:
         its plan; before its next page it is planned anew, or else it waits for its plan to catch up.
         """
         cost, count = self.cost, len(spans)
+        step = cost.predict(count)
         # what a row costs, in tokens; while nobody knows, few guesses find out
-        price = MARGIN * cost.slope * count / cost.predict(count) if cost.slope else 0.5
-        if price >= 1.0:
+        price = MARGIN * cost.slope * count / step if cost.slope else 0.5
+        if price >= 1.0 or step < count * WORTH_GUESSING_S:
             return
         for span in spans:
             sequence = span.sequence

@@ -18,7 +18,7 @@ from model.decoder import Decoder, WeightError
 from model.gguf import read_tokenizer
 from model.linear import StorageError, check_storage
 from model.tokenizer import Tokenizer
-from model.weights import CheckpointError, Progress, named, open_weights, read_json
+from model.weights import CheckpointError, Progress, give_back_heap, named, open_weights, read_json
 
 __all__ = ["Checkpoint", "CheckpointError", "Progress", "load"]
 
@@ -60,9 +60,9 @@ def _name(model: str, path: Path) -> str:
 def give_back_memory() -> None:
     """Returns to the system what only loading needed: freed memory, which the C library keeps otherwise, and the pages
     of the libraries' code, of which few are used again; those come back from the files."""
-    with suppress(OSError, AttributeError):  # only Linux has these files and calls, only glibc malloc_trim
+    give_back_heap()
+    with suppress(OSError, AttributeError):  # only Linux has these files and calls
         libc = ctypes.CDLL(None)
-        libc.malloc_trim(0)
         for line in Path("/proc/self/maps").read_text().splitlines():
             place, access, _, _, _, *file = line.split(maxsplit=5)
             if access == "r-xp" and file and file[0].startswith("/"):  # never written to, so nothing can be lost

@@ -10,6 +10,7 @@ import math
 import mmap
 import struct
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,6 +36,8 @@ class TensorInfo:
     start: int
     length: int
 
+
+_PIECE = 4096  # rows of a tensor that are decoded at once
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
@@ -136,10 +139,16 @@ class GGUFFile:
         if info.kind in (GGMLQuantizationType.F32, GGMLQuantizationType.F16):
             dtype = np.float32 if info.kind == GGMLQuantizationType.F32 else np.float16
             return raw.view(dtype).reshape(info.shape).copy()
+        values = np.empty((math.prod(info.shape[:-1]), info.shape[-1]), np.float32)
+        rows = raw.reshape(len(values), -1)
         try:
-            values: NDArray[np.float32] = dequantize(raw.reshape(*info.shape[:-1], -1), info.kind)
+            for at in range(0, len(rows), _PIECE):  # some rows at a time, for the library needs room for them twice
+                values[at : at + _PIECE] = dequantize(rows[at : at + _PIECE], info.kind)
         except NotImplementedError as error:
             raise GGUFError(f"tensor {name!r} is stored as {info.kind.name}, which cannot be decoded") from error
+        page = info.start % mmap.ALLOCATIONGRANULARITY
+        with suppress(AttributeError):  # not on Windows
+            self._bytes.madvise(mmap.MADV_DONTNEED, info.start - page, info.length + page)  # the pages just read
         return values.reshape(info.shape)
 
 

@@ -7,6 +7,7 @@ its kernel by the number of rows, so steps are padded to sizes that a self-test 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -29,6 +30,8 @@ DTYPES: dict[Storage, torch.dtype] = {
 class StorageError(ValueError):
     """A device or a storage that this machine does not have."""
 
+
+_PIECE = 64 * PANEL  # rows of a weight that are rounded to integers at once
 
 # Row counts tried by the self-test; anything between two of them is padded up.
 _CANDIDATES = (1, 2, 3, 4, 6, 8, 12, 16, 20, 24, 30, 32, 36, 40, 48, 64, 72, 96, 128, 160, 192, 256)
@@ -74,46 +77,59 @@ class Linear:
 def pack(weight: torch.Tensor, storage: Storage, bias: torch.Tensor | None = None) -> Panels:
     """A weight [out, in] and bias [out] as they are multiplied on this machine."""
     added = np.empty(0, np.float32) if bias is None else bias.float().numpy()
-    unscaled = np.empty((0, 0, 0), np.float32)
+    if storage in ("int8", "int4"):
+        rounded = _bytes if storage == "int8" else _nibbles
+        # some rows at a time, for they are in fp32 meanwhile
+        pieces = [rounded(weight[at : at + _PIECE]) for at in range(0, weight.shape[0], _PIECE)]
+        numbers, scales = map(np.concatenate, zip(*pieces, strict=True))
+        return Panels(numbers, scales, added)
     outputs, inputs = weight.shape
     panels = -(-outputs // PANEL)
-    if storage == "int4":
-        return _pack_nibbles(weight, added)
-    if storage == "int8":
-        groups = -(-inputs // GROUP)
-        numbers = np.zeros((panels * PANEL, groups, GROUP), np.float32)
-        numbers.reshape(panels * PANEL, -1)[:outputs, :inputs] = weight.float().numpy()
-        scales = np.abs(numbers).max(axis=2) / np.float32(127.0)  # [out, G]
-        numbers /= np.where(scales > 0, scales, 1)[:, :, None]
-        np.rint(numbers, out=numbers)
-        if DEPTH == 4:
-            numbers += 128
-        shape = (panels, PANEL, groups * GROUP // DEPTH, DEPTH)
-        whole = numbers.astype(np.uint8 if DEPTH == 4 else np.int8).reshape(shape).transpose(0, 2, 1, 3)
-        by_panel = scales.reshape(panels, PANEL, groups).transpose(0, 2, 1)
-        return Panels(np.ascontiguousarray(whole), np.ascontiguousarray(by_panel), added)
     filled = weight.new_zeros((panels * PANEL, inputs), dtype=DTYPES[storage])
     filled[:outputs] = weight
     filled = filled.view(panels, PANEL, inputs).transpose(1, 2).contiguous()  # [P, in, PANEL]
+    unscaled = np.empty((0, 0, 0), np.float32)
     if storage == "bf16":
         return Panels(filled.view(torch.int16).numpy(), unscaled, added)
     return Panels(filled.numpy().view(np.uint16) if storage == "fp16" else filled.numpy(), unscaled, added)
 
 
-def _pack_nibbles(weight: torch.Tensor, added: NDArray[np.float32]) -> Panels:
-    """Each group of NIBBLES inputs as its lowest weight and 15 steps above it; two weights a byte, 4 inputs apart."""
+def _in_groups(weight: torch.Tensor, size: int) -> NDArray[np.float32]:
+    """A weight [out, in] as [out, G, size], filled up with zeros to whole panels and groups."""
     outputs, inputs = weight.shape
-    panels, groups = -(-outputs // PANEL), -(-inputs // NIBBLES)
-    whole = np.zeros((panels * PANEL, groups, NIBBLES), np.float32)
-    whole.reshape(panels * PANEL, -1)[:outputs, :inputs] = weight.float().numpy()
+    panels, groups = -(-outputs // PANEL), -(-inputs // size)
+    filled = np.zeros((panels * PANEL, groups, size), np.float32)
+    filled.reshape(panels * PANEL, -1)[:outputs, :inputs] = weight.float().numpy()
+    return filled
+
+
+def _bytes(weight: torch.Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Numbers and scales of int8: -127..127 times the scale of each GROUP inputs."""
+    numbers = _in_groups(weight, GROUP)
+    groups = numbers.shape[1]
+    scales = np.abs(numbers).max(axis=2) / np.float32(127.0)  # [out, G]
+    numbers /= np.where(scales > 0, scales, 1)[:, :, None]
+    np.rint(numbers, out=numbers)
+    if DEPTH == 4:
+        numbers += 128
+    whole = numbers.astype(np.uint8 if DEPTH == 4 else np.int8)
+    whole = whole.reshape(-1, PANEL, groups * GROUP // DEPTH, DEPTH).transpose(0, 2, 1, 3)
+    by_panel = scales.reshape(-1, PANEL, groups).transpose(0, 2, 1)  # [P, G, PANEL]
+    return np.ascontiguousarray(whole), np.ascontiguousarray(by_panel)
+
+
+def _nibbles(weight: torch.Tensor) -> tuple[NDArray[Any], NDArray[Any]]:
+    """Numbers and scales of int4: each NIBBLES inputs' lowest and 15 steps above it; two a byte, 4 inputs apart."""
+    whole = _in_groups(weight, NIBBLES)
+    groups = whole.shape[1]
     lowest = whole.min(axis=2).astype(np.float16)  # [out, G]
     step = ((whole.max(axis=2) - lowest) / 15).astype(np.float16)
     whole -= lowest[:, :, None]
     whole /= np.where(step > 0, step, 1)[:, :, None]
-    numbers = np.rint(whole).clip(0, 15).astype(np.uint8).reshape(panels, PANEL, groups * NIBBLES // 8, 2, 4)
+    numbers = np.rint(whole).clip(0, 15).astype(np.uint8).reshape(-1, PANEL, groups * NIBBLES // 8, 2, 4)
     bytes_ = (numbers[:, :, :, 0] | numbers[:, :, :, 1] << 4).transpose(0, 2, 1, 3)  # [P, in / 8, PANEL, 4]
-    scales = np.stack((step, lowest), axis=1).reshape(panels, PANEL, 2, groups).transpose(0, 3, 2, 1)
-    return Panels(np.ascontiguousarray(bytes_), np.ascontiguousarray(scales).view(np.uint16), added)
+    scales = np.stack((step, lowest), axis=1).reshape(-1, PANEL, 2, groups).transpose(0, 3, 2, 1)  # [P, G, 2, PANEL]
+    return np.ascontiguousarray(bytes_), np.ascontiguousarray(scales).view(np.uint16)
 
 
 def unpack(panels: Panels, ids: NDArray[np.int64], width: int) -> NDArray[np.float32]:

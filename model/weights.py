@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO, TypeVar
@@ -42,6 +44,15 @@ def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{path}: it is no JSON object")
     return value
+
+
+_TRIM_BYTES = 32 * 2**20  # read between two looks for memory that can be given back
+
+
+def give_back_heap() -> None:
+    """Returns freed memory to the system; the C library keeps it otherwise."""
+    with suppress(OSError, AttributeError):  # only glibc has it
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 class Progress:
@@ -174,6 +185,8 @@ class Weights(Mapping[str, torch.Tensor]):
         if part:
             tensor = part(tensor)
         self._read.add(name)
+        if (self._bytes + tensor.nbytes) // _TRIM_BYTES > self._bytes // _TRIM_BYTES:
+            give_back_heap()
         self._bytes += tensor.nbytes
         if self._progress:
             self._progress(len(self._read), len(self._names), self._bytes)

@@ -11,6 +11,7 @@ import json
 import logging
 import math
 import re
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -179,6 +180,26 @@ class ModelConfig:
         config = _READERS[family](keys)
         keys.finish()
         return config
+
+
+def stored_form(model: str) -> Storage:
+    """The form nearest to the one that a model's own file has most of its weights in. Raises ConfigError."""
+    path = locate(model, weights=False)
+    try:
+        if path.suffix == ".gguf":
+            from model.gguf import GGUFFile
+
+            numbers: Counter[str] = Counter()
+            for tensor in GGUFFile(path).tensors.values():
+                numbers[tensor.kind.name] += math.prod(tensor.shape)
+            kind = numbers.most_common(1)[0][0]
+            floats: dict[str, Storage] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
+            return floats.get(kind, "int8" if re.search("[5-8]", kind) else "int4")
+        raw = json.loads((path / "config.json").read_text())
+        forms: dict[str, Storage] = {"float32": "fp32", "bfloat16": "bf16"}
+        return forms.get(raw.get("dtype") or raw.get("torch_dtype"), "fp16")
+    except (OSError, ValueError, IndexError, AttributeError, TypeError) as error:
+        raise ConfigError(f"{path}: {error}") from error
 
 
 class _Keys:

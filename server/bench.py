@@ -226,7 +226,7 @@ async def _measured(settings: BenchSettings, app: Any, start: dict[str, float]) 
         ]
         told = {
             "model": service.model_name,
-            "weights": settings.weights,
+            "weights": runner.decoder.storage,
             "threads": runner.threads,
             "start_s": start,
             "resident_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),

@@ -4,9 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from model.config import ModelConfig
+from model.config import ModelConfig, Storage, stored_form
 from model.kv_memory import KVLayout, KVPlan, available_memory, can_page, plan, size
 from server.settings import ModelSettings, PlanSettings
+
+
+def storage_of(settings: ModelSettings) -> Storage:
+    """What --weights asks for; 'auto' is the form nearest to the file's own that the device has."""
+    if settings.weights != "auto":
+        return settings.weights
+    form = stored_form(settings.model)
+    return "fp16" if form in ("int8", "int4") and settings.device != "cpu" else form
 
 
 def make_plan(settings: ModelSettings) -> tuple[ModelConfig, KVLayout, KVPlan]:
@@ -16,7 +24,8 @@ def make_plan(settings: ModelSettings) -> tuple[ModelConfig, KVLayout, KVPlan]:
     if max_context > config.max_context:
         raise ValueError(f"--max-context {max_context} is more than the model's own {config.max_context}")
     on_cpu = settings.device == "cpu"
-    kept_in = settings.kv_dtype or ("fp32" if on_cpu else settings.weights)
+    storage = storage_of(settings)
+    kept_in = settings.kv_dtype or ("fp32" if on_cpu else storage)
     layout = KVLayout.of(
         config,
         max_context,
@@ -24,7 +33,7 @@ def make_plan(settings: ModelSettings) -> tuple[ModelConfig, KVLayout, KVPlan]:
         paged=on_cpu and can_page(),
         chunk=settings.prefill_chunk,
     )
-    weight_bytes = config.weight_bytes(settings.weights)
+    weight_bytes = config.weight_bytes(storage)
     pool_bytes = _pool_bytes(settings, layout, weight_bytes)
     slots = settings.slots if layout.paged else min(settings.slots, pool_bytes // layout.slot_bytes)
     made = plan(layout, slots=slots, pool_bytes=pool_bytes, weight_bytes=weight_bytes)

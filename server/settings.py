@@ -80,10 +80,10 @@ class ModelSettings(BaseSettings):
         "toy", description="'toy', 'smollm2', a checkpoint directory, a .gguf file, or a name on the Hugging Face hub"
     )
     device: Literal["cpu", "cuda"] = Field("cpu", description="where the model is computed")
-    weights: Literal["fp32", "fp16", "bf16", "int8", "int4"] = Field(
+    weights: Literal["fp32", "fp16", "bf16", "int8", "int4", "auto"] = Field(
         "fp16",
-        description="how weights are stored; int8, fastest for many streams, and int4, fastest for few, round "
-        "activations too and are for the CPU only",
+        description="how weights are stored; int8 and int4, the fastest, round activations too and are for the CPU "
+        "only; auto is the form nearest to the file's own",
     )
     slots: int = Field(64, ge=1, le=4096, description="sequences that run at once at most")
     max_context: int | None = Field(None, ge=2, description="longest sequence in tokens (default: the model's own)")

@@ -9,14 +9,14 @@ from typing import Any
 import httpx
 import pytest
 import torch
-from checkpoints import config_of, llama_config, random_hf, random_llama, to_gguf
+from checkpoints import Kind, config_of, llama_config, random_hf, random_llama, to_gguf
 from live import serve
 
 from model.checkpoint import load
 from model.config import ModelConfig, Storage
 from model.kernels import GROUP, PANEL, Panels
 from server.__main__ import main
-from server.planning import make_plan, plan_text
+from server.planning import make_plan, plan_text, storage_of
 from server.settings import PlanSettings
 
 GIB = 2**30
@@ -87,6 +87,19 @@ def test_a_gguf_header_gives_the_plan_of_its_twin(tmp_path: Path, family: str) -
     directory = random_hf(tmp_path / "hf", config_of(family))
     twin = to_gguf(directory, tmp_path / "twin.gguf")
     assert planned(twin, memory=GIB) == planned(directory, memory=GIB)
+
+
+@pytest.mark.parametrize(("kind", "form"), [("F32", "fp32"), ("F16", "fp16"), ("Q8_0", "int8"), ("Q4_0", "int4")])
+def test_auto_is_the_form_nearest_to_the_files_own(tmp_path: Path, kind: str, form: Storage) -> None:
+    directory = random_hf(tmp_path / "hf", config_of("llama"))
+    twin = to_gguf(directory, tmp_path / "twin.gguf", Kind[kind])
+    assert planned(twin, weights="auto").weight_bytes == planned(twin, weights=form).weight_bytes
+    on_gpu = storage_of(PlanSettings(model=str(twin), weights="auto", device="cuda"))
+    assert on_gpu == ("fp16" if form.startswith("int") else form)
+    assert storage_of(PlanSettings(weights="auto")) == "fp16"  # the toy's
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
+    assert storage_of(PlanSettings(model=str(directory), weights="auto")) == "bf16"
 
 
 def test_head_dim_is_the_configs_own_and_not_width_over_heads(tmp_path: Path) -> None:

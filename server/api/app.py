@@ -34,7 +34,7 @@ from server.engine.scheduler import Scheduler
 from server.engine.sequence import Event
 from server.errors import ApiError, MethodNotAllowed, NotFound, error_schema
 from server.metrics import Metrics
-from server.planning import make_plan
+from server.planning import make_plan, storage_of
 from server.settings import ServeSettings
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
@@ -56,7 +56,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     if not layout.rows_that_fit(plan.pool_bytes):
         raise ValueError("; ".join(plan.advice))
     progress = Progress(sys.stderr)
-    checkpoint = load(settings.model, settings.weights, settings.device, layout.max_context, progress)
+    checkpoint = load(settings.model, storage_of(settings), settings.device, layout.max_context, progress)
     pool = KVPool(layout, plan.slots, settings.device, None if settings.kv_dtype else checkpoint.decoder.kv_dtype)
     pool.prove(plan.pool_bytes)
     metrics = Metrics(checkpoint.name)

@@ -139,8 +139,8 @@ def levels(service: Service, loop: asyncio.AbstractEventLoop) -> Levels:
 
 def build_info(service: Service) -> dict[str, str]:
     """What is running, for tokenteller_build_info."""
-    settings = service.settings
-    return {"version": version("tokenteller"), "model": service.model_name, "weights": settings.weights}
+    weights = service.engine.runner.decoder.storage
+    return {"version": version("tokenteller"), "model": service.model_name, "weights": weights}
 
 
 async def ask(service: Service, question: Callable[[Scheduler, Runner], T]) -> T:

@@ -462,6 +462,54 @@ class History(RuleBasedStateMachine):
         assert not scheduler.ledger.lent_bytes and scheduler.ledger.free_slots == scheduler.ledger.slots
 
 
+def test_one_that_may_not_grow_is_planned_anew_while_nothing_is_computed() -> None:
+    """Found as a history: a reader is slow, one is ahead of its plan, the banker lets a third wait, and steps pass."""
+    history = History()
+    history.begin(windowed=False, chunk=1, slots=4, bypass=3, pages=17, hold_limit_s=3.0)
+    history.laws()
+    history.arrivals(
+        draws=[b"\x1c\xe4~\xaf\xa3\xe1\xf5\xd0\x01", b"\x0c\x16\xdd\x1a4\xf46w_", b"9A\x1f\x8cS\xbd\xc9U8"]
+    )
+    history.laws()
+    history.arrivals(
+        draws=[b"\xb4\xc1\xaa\x05}\xc1{Ar", b"\x82\xe3\xbe\x03s\x82`\xddp", b"\x03\x03\xfa;\x03?\xe9E\x00"]
+    )
+    history.laws()
+    history.arrivals(draws=[b"\x00\x01\x1e\x00\xc2\x00\x00\x00\x00"])
+    history.laws()
+    history.arrivals(draws=[b"\x00\x00\x00\x01\x01\x01\x00\x00\x00", b'\x1e"N8\x00\x01\x00\x00\x05'])
+    history.laws()
+    history.arrivals(draws=[b"\x00\x00\x00\x00\x00\x00\x00\x00\x00", b"\x00\x006\x00\x00\x00\x00\x00\x00"])
+    history.laws()
+    history.hold(draw=b"\x00\x00\x00\x00\x00\x00\x00\x00\x00")
+    history.laws()
+    history.arrivals(draws=[b"|\x01\x00qv\x01\t\t\xad"])
+    history.laws()
+    history.arrivals(
+        draws=[
+            b"\x00\x00\x00\x00\x00\x00\x00\x00\x00",
+            b"\x00\x00\x00\x00\x00\x00\x00\x00\x00",
+            b"\x00\x00\x00\x00\x00\x00\x00\x00\x00",
+        ]
+    )
+    history.laws()
+    history.hold(draw=b"\x00\x00\x00\x00\x00\x00\x00\x00\x00")
+    history.laws()
+    history.hold(draw=b"\x00\x00\x00\x00\x00\x00\x00\x00\x00")
+    history.laws()
+    history.hold(draw=b"\x00\x00\x00\x00\x00\x00\x00\x01\x00")
+    history.laws()
+    history.arrivals(
+        draws=[
+            b"O0/\x8a_\x00\x00\xae\xa3",
+            b"\x00\x01\x0e\x00\x00\x00\x00\x00\x00",
+            b"\x00\x00\x01\x01\x00\x00\x00\x00\x00",
+        ]
+    )
+    history.laws()
+    history.teardown()
+
+
 class ReserveHistory(History):
     admission = "reserve"
 

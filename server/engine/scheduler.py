@@ -130,6 +130,7 @@ class Scheduler:
         self._admit()
         spans = self._choose()
         while not spans and self._idle_until_due():
+            self._put_right()  # or the plan of one that may not grow would be over before it is
             if self.held:
                 self._extend_holds()
             self._admit()

@@ -252,11 +252,11 @@ def pictures_or_refusal(live: Live) -> list[str]:
         return [next(response.iter_lines())] if response.status_code == 200 else []
 
 
-def test_the_picture_shows_what_the_ledger_has(live: Live) -> None:
+def test_the_picture_shows_what_the_ledger_has(rand: Path) -> None:
     import orjson
 
     body: dict[str, Any] = {"prompt": "seen", "max_tokens": 240, "ignore_eos": True}
-    with ThreadPoolExecutor(3) as threads:
+    with serve(0.004, model=str(rand), slots=8) as live, ThreadPoolExecutor(3) as threads:
         running = [threads.submit(stream_raw, live.url, **body) for _ in range(3)]
         pictured = [orjson.loads(line.removeprefix("data: ")) for line in pictures(live, 6)]
         for stream in running:

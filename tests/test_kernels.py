@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -210,3 +211,41 @@ def test_every_compiled_function_says_whether_its_sums_may_be_reordered() -> Non
         "forward",
     }
     assert {name for name in exact if functions[name].targetoptions["fastmath"]} == set()
+
+
+def printed(code: str, **environment: str) -> str:
+    """What a fresh interpreter prints."""
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))} | environment
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env).stdout
+
+
+def test_how_threads_wait_is_said_before_openmp_is_loaded_and_can_be_said_otherwise() -> None:
+    code = "import sys, os, model; assert 'torch' not in sys.modules; print(os.environ['OMP_WAIT_POLICY'])"
+    assert printed(code).strip() == "active"
+    assert printed(code, OMP_WAIT_POLICY="passive").strip() == "passive"
+
+
+@pytest.mark.skipif(kernels.numba.config.NUMBA_NUM_THREADS < 2, reason="one processor: no thread helps another")
+def test_the_threads_that_helped_to_load_are_ended() -> None:
+    """Beside those of the engine they are more than there are processors, and libgomp lets none of them spin."""
+    code = """
+import os, time, torch
+from model.linear import Linear
+from server.engine.runner import end_idle_threads, use_threads
+
+def threads():
+    return len(os.listdir("/proc/self/task"))
+
+use_threads(1)
+Linear(torch.ones(512, 512))(torch.ones(4, 512))
+alone = threads()
+use_threads(2)
+Linear(torch.ones(512, 512))(torch.ones(4, 512))
+helped = threads()
+end_idle_threads()
+end = time.monotonic() + 5
+while threads() > alone and time.monotonic() < end:
+    time.sleep(0.01)
+print(helped - alone, threads() - alone)
+"""
+    assert printed(code).split() == ["1", "0"]

@@ -42,7 +42,7 @@ TAPE = [token for script in SCRIPTS.values() for token in script]
 
 @pytest.fixture(scope="module")
 def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    with serve(model=str(tape(tmp_path_factory.mktemp("tape") / "tape", TAPE, context=512)), slots=8) as server:
+    with serve(0.001, model=str(tape(tmp_path_factory.mktemp("tape") / "tape", TAPE, context=512)), slots=8) as server:
         yield server
 
 

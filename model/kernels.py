@@ -1,4 +1,4 @@
-"""What the CPU computes, compiled by numba: matrix products, attention, norms, activations, and a whole block of them.
+"""What the CPU computes, compiled by numba: matrix products, attention, norms, activations, and the whole step.
 
 Each row is computed alone, so its bits depend on no other row, on no thread, and not on how many rows there are.
 

@@ -320,9 +320,32 @@ def _group_of_nibbles(builder, group, lines):  # type: ignore[no-untyped-def]
                         sums.append(_dot_of_bytes(builder, weight, value, next(chains)))
     if DEPTH != 2:
         return sums
-    ones = ir.Constant(kind, [1] * (2 * LANES))
-    name = "llvm.x86.avx512.pmaddw.d.512" if _WIDE else "llvm.x86.avx2.pmadd.wd"
-    return [_call(builder, name, _INTS, total, ones) for total in sums]
+    ones, zero = ir.Constant(_INTS, [0x00010001] * LANES), ir.Constant(_INTS, [0] * LANES)
+    return [_dot(builder, 2, total, ones, zero) for total in sums]
+
+
+def _with_scales(builder, nibbles, scales, factors, begins, sums, totals):  # type: ignore[no-untyped-def]
+    """totals + one group's integer sums x the weights' scales (base, index) x each row's factor, by row and column.
+
+    int4 adds what its weights begin at, times the sum of the row's values.
+    """
+    base, at = scales
+    number = types.uint16 if nibbles else types.float32
+    steps = [_widened(builder, number, base, builder.add(at, _I64(column))) for column in _COLUMNS]
+    lowest = []
+    if nibbles:
+        lowest = [_widened(builder, number, base, builder.add(at, _I64(PANEL + column))) for column in _COLUMNS]
+    longer = []
+    for factor, begin in zip(factors, begins, strict=True):
+        scale = _splat(builder, factor)
+        if nibbles:
+            whole = _splat(builder, builder.fmul(builder.sitofp(begin, _F32), factor))
+        for column, step in enumerate(steps):
+            total = next(totals)
+            if nibbles:
+                total = _chain(builder, whole, lowest[column], total)
+            longer.append(_chain(builder, builder.sitofp(next(sums), _FLOATS), builder.fmul(scale, step), total))
+    return longer
 
 
 def _dot_of_bytes(builder, weights, values, total):  # type: ignore[no-untyped-def]
@@ -371,27 +394,11 @@ def _dots(typing, rows, values, at, scales, starts, panels, panel, weight_scales
         if nibbles:
             sums_of_group = iter(_group_of_nibbles(builder, group, lines))
         else:
-            begins = [_splat(builder, begin) for begin in begins]
-            sums_of_group = iter(_group_of_bytes(builder, depth, group, lines, begins))
-        place = builder.mul(loop.at, _I64(group_scales))
-        number = types.uint16 if nibbles else types.float32
-        steps = [_widened(builder, number, ours, builder.add(place, _I64(column))) for column in _COLUMNS]
-        if nibbles:
-            place = builder.add(place, _I64(PANEL))
-            lowest = [_widened(builder, number, ours, builder.add(place, _I64(column))) for column in _COLUMNS]
-        totals = iter(loop.carried)
-        longer = []
-        for place, begin in zip(places, begins, strict=True):
-            scale = builder.load(builder.gep(first_scale, [place]))
-            if nibbles:
-                whole = _splat(builder, builder.fmul(builder.sitofp(begin, _F32), scale))
-            scale = _splat(builder, scale)
-            for column, step in enumerate(steps):
-                total = next(totals)
-                if nibbles:
-                    total = _chain(builder, whole, lowest[column], total)
-                both = builder.fmul(scale, step)
-                longer.append(_chain(builder, builder.sitofp(next(sums_of_group), _FLOATS), both, total))
+            starting = [_splat(builder, begin) for begin in begins]
+            sums_of_group = iter(_group_of_bytes(builder, depth, group, lines, starting))
+        at = builder.mul(loop.at, _I64(group_scales))
+        factors = [builder.load(builder.gep(first_scale, [place])) for place in places]
+        longer = _with_scales(builder, nibbles, (ours, at), factors, begins, sums_of_group, iter(loop.carried))
         loop.end(longer)
         out = _data(context, builder, sums, args[8])
         for n, total in enumerate(longer):

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
-from model.checkpoint import Progress, give_back_memory, load
+from model.checkpoint import Checkpoint, Progress, give_back_memory, load
 from model.kv_memory import KVLayout, KVPlan
 from model.kv_pool import KVPool
 from model.sampler import LogitsError
@@ -55,14 +55,9 @@ def create_app(settings: ServeSettings) -> FastAPI:
     use_threads(threads)
     if not layout.rows_that_fit(plan.pool_bytes):
         raise ValueError("; ".join(plan.advice))
-    progress = Progress(sys.stderr)
-    checkpoint = load(settings.model, storage_of(settings), settings.device, layout.max_context, progress)
-    pool = KVPool(layout, plan.slots, settings.device, None if settings.kv_dtype else checkpoint.decoder.kv_dtype)
-    pool.prove(plan.pool_bytes)
+    checkpoint, runner = _loaded(settings, layout, plan, threads)
     metrics = Metrics(checkpoint.name)
     scheduler = _scheduler(settings, layout, plan)
-    max_rows = plan.slots * (1 + settings.speculate) + settings.prefill_chunk
-    runner = Runner(checkpoint.decoder, pool, max_rows, threads=threads)
     one_row_s = _warmed(runner, checkpoint.name)
 
     @asynccontextmanager
@@ -105,6 +100,16 @@ def create_app(settings: ServeSettings) -> FastAPI:
             await asyncio.to_thread(engine.stop)
 
     return _face(settings, lifespan, metrics)
+
+
+def _loaded(settings: ServeSettings, layout: KVLayout, plan: KVPlan, threads: int) -> tuple[Checkpoint, Runner]:
+    """The model, and a runner with a proven pool for it."""
+    progress = Progress(sys.stderr)
+    checkpoint = load(settings.model, storage_of(settings), settings.device, layout.max_context, progress)
+    pool = KVPool(layout, plan.slots, settings.device, None if settings.kv_dtype else checkpoint.decoder.kv_dtype)
+    pool.prove(plan.pool_bytes)
+    max_rows = plan.slots * (1 + settings.speculate) + settings.prefill_chunk
+    return checkpoint, Runner(checkpoint.decoder, pool, max_rows, threads=threads)
 
 
 def _scheduler(settings: ServeSettings, layout: KVLayout, plan: KVPlan) -> Scheduler:

@@ -241,7 +241,8 @@ def test_siblings_share_their_prompt_and_come_in_waves_where_slots_are_few(rand:
         engine.runner.run = count  # type: ignore[method-assign]
         answer = live.generate(prompt, n=8, **ask)
         assert len(answer["choices"]) == 8
-        assert rows[0] <= 100 + 8 * 20, "the prompt was computed more than once"
+        most = 100 + 7 + 8 * 19  # the last row of a prompt is always computed, the last token never fed back
+        assert rows[0] < most + 16, "more than what was planned for a follower in one step was computed twice"
         alone = live.generate(prompt, n=8, cache_prefix=False, **ask)
         assert alone["choices"] == answer["choices"]
         assert live.wait_idle()["pool"]["lent_bytes"] == 0

@@ -61,7 +61,8 @@ class FakePool:
 class World:
     """A scheduler with a fake pool and clock. `answers[id]`: tokens until the end token, of each choice.
 
-    row_s: seconds that a row makes a step longer, which is one second at least. word: the token at a position.
+    sure: prompt rows of each step that are planned for, of `chunk`. row_s: seconds that a row makes a step longer,
+    which is one second at least. word: the token at a position.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class World:
         pages: int = 24,
         chunk: int = 5,
         *,
+        sure: int | None = None,
         row_s: float = 0.0,
         word: Callable[[int], int] = int,
         **scheduler: Any,
@@ -79,7 +81,7 @@ class World:
         self.layout = layout or KVLayout(1, 1, 256, 56)
         self.pool = FakePool()
         rule = scheduler.pop("rule", "peak")
-        self.ledger = KVLedger(self.layout, slots, pages * 8192, rule, chunk)
+        self.ledger = KVLedger(self.layout, slots, pages * 8192, rule, sure or chunk)
         self.scheduler = Scheduler(self.ledger, chunk, **scheduler)
         self.now, self.row_s, self.word = 0.0, row_s, word
         self.answers: dict[str, int] = {}
@@ -148,7 +150,7 @@ class World:
 
 def test_a_copy_comes_before_a_start_that_takes_the_slot_of_its_source() -> None:
     """One waits for rows of another that ends with the step that computes them; a third wants that one's slot."""
-    world, shared = World(slots=2, chunk=24), list(range(20))
+    world, shared = World(slots=2, chunk=20), list(range(20))
     world.submit("source", shared, 1)
     world.submit("follower", shared, 4)
     world.submit("third", [77] * 20, 4)
@@ -159,6 +161,24 @@ def test_a_copy_comes_before_a_start_that_takes_the_slot_of_its_source() -> None
     assert follower.cached == 19 and ("third", 0) in world.started
     assert [type(move) for move in second.moves] == [Copy, Release]
     world.drain()
+
+
+def test_one_that_is_to_copy_computes_what_was_planned_for_it_all_the_same() -> None:
+    """Its source was planned to compute the shared rows in the very step that is the follower's last."""
+    world, shared = World(slots=3, chunk=6), list(range(21))
+    world.submit("gives up", [77] * 24, 1)
+    world.submit("source", shared, 1)
+    world.step()
+    world.scheduler.cancel("gives up")
+    world.submit("follower", shared, 1)
+    world.step()
+    source, follower = (world.scheduler.sequences(id)[0] for id in ("source", "follower"))
+    assert follower.source is source and follower.account and source.account
+    assert follower.account.plan.ready == source.account.plan.end == 7
+    for _ in range(6):
+        world.scheduler.check()
+        world.step()
+    assert set(world.ended) == {("source", 0), ("follower", 0)}
 
 
 def test_growth_waits_where_a_slow_reader_needs_the_last_page() -> None:
@@ -350,15 +370,19 @@ class History(RuleBasedStateMachine):
         chunk=st.integers(1, 8),
         bypass=st.integers(0, 3),
         hold_limit_s=st.sampled_from([3.0, 30.0]),
+        faster=st.sampled_from([1, 1, 4]),
     )
-    def begin(self, windowed: bool, slots: int, pages: int, chunk: int, bypass: int, hold_limit_s: float) -> None:
+    def begin(
+        self, windowed: bool, slots: int, pages: int, chunk: int, bypass: int, hold_limit_s: float, faster: int = 1
+    ) -> None:
+        """faster: times what is planned for may a step take of prompts."""
         fields: dict[str, Any] = {"bypass_limit": bypass, "hold_limit_s": hold_limit_s, "rule": self.admission}
         width = 256
         if self.speculates:
             width, pages = 128, pages // 2  # 8 rows a page
             fields |= {"word": repetitive, "speculate": 2 * chunk, "row_s": (0.0, 0.05, 0.5)[bypass % 3]}
         layout = Windowed(1, 1, width, 56) if windowed else KVLayout(1, 1, width, 56)
-        self.world = World(layout, slots, pages, chunk, **fields)
+        self.world = World(layout, slots, pages, chunk * faster, sure=chunk, **fields)
         for at in range(100):  # a past in which clients used next to nothing: `learned` goes as far as it may
             self.world.ledger.usage.ended(at % 3, by_itself=True)
 

@@ -247,6 +247,7 @@ class Scheduler:
         for s in self.running:
             assert s.account and s.computed == s.account.rows
             assert s.paced == (s.account.plan.ready + 1 if s.generated and not s.held else NEVER)
+            assert s.held or s.account.plan.end >= table.now, "nobody outlives its plan"
         assert self.waiting == sorted(self.waiting, key=lambda s: s.order)
         plans = [account.plan for account in ledger.accounts.values()] + [s.plan for s in self.waiting if s.plan]
         last = max((plan.end for plan in plans), default=table.now)
@@ -496,15 +497,11 @@ class Scheduler:
             sure.append(min(left, account.plan.prompt_rows(clock)))
         spare = self._prefill_budget(decoding, len(prompts)) - sum(sure)
         spans = []
-        reached: dict[Sequence, int] = {}
         for sequence, rows in zip(prompts, sure, strict=True):
-            if sequence.source is None:
+            if sequence.source is None:  # who is to copy computes only what it has to: its source may fail it
                 more = min(max(0, spare), len(sequence.tokens) - sequence.computed - rows)
                 rows, spare = rows + more, spare - more
-            elif reached.get(sequence.source, 0) >= sequence.shared:
-                continue  # it can copy them before the next step
             if rows:
-                reached[sequence] = sequence.computed + rows
                 spans.append(Span(sequence, sequence.computed, sequence.computed + rows))
         return spans
 

@@ -44,6 +44,12 @@ class FakeServer:
     most_running: int = 0
     dropped: int = 0
 
+    async def idle(self) -> None:
+        """Waits until what the client dropped has reached the server."""
+        async with asyncio.timeout(5):
+            while self.running:
+                await asyncio.sleep(0.01)
+
 
 @contextlib.asynccontextmanager
 async def fake_server(answer: Answer) -> AsyncIterator[FakeServer]:
@@ -166,9 +172,7 @@ def measure(answer: Answer, *flags: str) -> tuple[dict[str, Any], FakeServer]:
     async def go() -> tuple[dict[str, Any], FakeServer]:
         async with fake_server(answer) as fake:
             load = await lt.run_load(arguments(fake.url, *flags))
-            async with asyncio.timeout(5):
-                while fake.running:  # what we dropped must reach the server
-                    await asyncio.sleep(0.01)
+            await fake.idle()
             return lt.summarise(load), fake
 
     return asyncio.run(go())
@@ -479,6 +483,7 @@ def test_ctrl_c_prints_what_was_gathered_so_far() -> None:
                     await asyncio.sleep(0.02)
                 process.send_signal(signal.SIGINT)
                 out, _ = await process.communicate()
+            await fake.idle()
             return process.returncode, out, fake
 
     code, out, fake = asyncio.run(go())

@@ -459,12 +459,15 @@ class History(RuleBasedStateMachine):
         self.sooner_or_later()
 
     def sooner_or_later(self) -> None:
-        """Nothing is beyond the pool, nobody passed too often, nobody has to wait longer than told."""
+        """Nothing is beyond the pool or a plan, nobody passed too often, nobody has to wait longer than told."""
         scheduler = self.world.scheduler
         assert scheduler.ledger.committed_bytes <= scheduler.ledger.budget_bytes
         clock = scheduler.ledger.timetable.now
-        for account in scheduler.ledger.accounts.values():
+        for sequence in scheduler.running:
+            account = sequence.account
+            assert account
             planned = account.plan.take[BYTES, clock - account.plan.begin :]
+            assert planned.size or sequence.held, "it outlived its plan"
             assert not planned.size or scheduler.ledger.layout.committed(account.lent) <= planned[0]
         for sequence in scheduler.waiting:
             assert sequence.passed <= scheduler.bypass_limit

@@ -108,18 +108,24 @@ class KVPool:
             seen = max(0, start + 1 - window) * layout.row_bytes // PAGE_BYTES  # the first page that is looked at
             behind = min(layout.pages_behind(window, stop), seen)
             if behind > layout.pages_behind(window, start):
-                lane = (slot * layout.num_layers + layer) * 2 * layout.num_kv_heads
-                for at in range(lane, lane + 2 * layout.num_kv_heads):
-                    self._buffer.madvise(mmap.MADV_DONTNEED, at * layout.lane_bytes, behind * PAGE_BYTES)
+                self._give_back(slot, layer, behind)
+
+    def _give_back(self, slot: int, layer: int, pages: int) -> None:
+        """Gives back the first pages of a slot's lanes in one layer."""
+        lane = (slot * self.layout.num_layers + layer) * 2 * self.layout.num_kv_heads
+        for at in range(lane, lane + 2 * self.layout.num_kv_heads):
+            if self._buffer is not None and pages:
+                self._buffer.madvise(mmap.MADV_DONTNEED, at * self.layout.lane_bytes, pages * PAGE_BYTES)
 
     def copy(self, source: int, target: int, rows: int) -> None:
         """Copies the first `rows` rows of one slot to another: of lanes with a window, those that are still there.
 
-        The source must hold them (`layout.holds`).
+        The source must hold them (`layout.holds`). The target may have rows of its own, all before `rows`.
         """
         layout = self.layout
         for layer, window in enumerate(layout.windows or (None,) * layout.num_layers):
             behind = 0 if window is None else layout.pages_behind(window, rows)
+            self._give_back(target, layer, behind)
             first = -(-behind * PAGE_BYTES // layout.row_bytes)
             self.kv[target, layer, :, :, first:rows] = self.kv[source, layer, :, :, first:rows]
 

@@ -152,3 +152,22 @@ def test_a_prefix_is_reused_only_while_its_rows_are_there_and_changes_no_token(t
         assert cached == [len(turn) - 1, 0, 0]  # only the slot that stopped there still has what comes before
         pool = server.wait_idle()["pool"]
         assert pool["resident_bytes"] <= pool["committed_bytes"]
+
+
+def test_a_prefix_copied_over_rows_of_its_own_leaves_none_behind_the_window(tmp_path: Path) -> None:
+    """The second choice computes what was planned for it until the first has computed their prompt."""
+    config = config_of("mistral", head_dim=512, num_attention_heads=2, num_key_value_heads=1)
+    directory = random_hf(tmp_path, config)
+    with serve(model=str(directory), slots=8, weights="fp32", prefill_chunk=8) as server:
+        copy, copied = KVPool.copy, []
+
+        def watched(pool: KVPool, source: int, target: int, rows: int) -> None:
+            copied.append((bool(pool.kv[target, 0, 0, 0, 0].any()), rows))
+            copy(pool, source, target, rows)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(KVPool, "copy", watched)
+            server.generate(TOKENS[:60], n=2, max_tokens=1, temperature=0)
+        assert copied == [(True, 59)]
+        pool = server.wait_idle()["pool"]
+        assert pool["resident_bytes"] == pool["committed_bytes"]

@@ -19,7 +19,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 
-from server.settings import ServeSettings
+from server.settings import ServeSettings, check_environment
 
 DEMAND = "kv_demand"  # bytes that those who run and those who wait can come to need, as a share of a replica's pool
 WISHED = 0.7
@@ -62,6 +62,7 @@ def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:
 
 def application(environment: Mapping[str, str] = os.environ) -> serve.Application:
     """The deployment with its limits; RAY_MIN_REPLICAS and RAY_MAX_REPLICAS bound the number."""
+    check_environment(environment)
     settings = ServeSettings()
     deployment = serve.deployment(
         name="tokenteller",

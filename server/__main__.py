@@ -15,15 +15,22 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from types import FrameType
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from pydantic import Field, ValidationError
-from pydantic_settings import BaseSettings, CliApp, CliPositionalArg, SettingsConfigDict, SettingsError
+from pydantic import ValidationError
+from pydantic_settings import CliApp, SettingsError
 
 from model.config import ConfigError
 from server import logs
 from server.planning import make_plan, plan_text
-from server.settings import ApiKeys, BenchSettings, ModelSettings, PlanSettings, ServeSettings
+from server.settings import (
+    BenchSettings,
+    GenerateSettings,
+    ModelSettings,
+    PlanSettings,
+    ServeSettings,
+    check_environment,
+)
 
 if TYPE_CHECKING:
     import httpx
@@ -31,20 +38,6 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
 
 log = logging.getLogger("tokenteller")
-S = TypeVar("S", bound=BaseSettings)
-
-
-class GenerateSettings(ModelSettings):
-    """Stream an answer to the terminal, from a running server or from one made for this answer."""
-
-    model_config = SettingsConfigDict(cli_prog_name="tokenteller generate")
-
-    prompt: CliPositionalArg[str] = Field(description="the text to continue")
-    url: str | None = Field(None, description="address of a running server (default: load the model in this process)")
-    api_key: ApiKeys = Field((), description="the key that the server asks for, or @FILE")
-    max_tokens: int | None = Field(None, description="tokens to generate")
-    temperature: float = Field(1.0, description="0 is greedy")
-    seed: int | None = Field(None, description="same seed, same text")
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -58,9 +51,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     try:
+        check_environment(os.environ)
         return commands[arguments[0]](arguments[1:])
-    except _Usage as error:
-        print(f"tokenteller: {error}", file=sys.stderr)
+    except (ValidationError, SettingsError) as error:
+        print(f"tokenteller: {_fault(error)}", file=sys.stderr)
         return 2
     except (ConfigError, ValueError, MemoryError) as error:
         print(f"tokenteller: {error}", file=sys.stderr)
@@ -69,24 +63,18 @@ def main(argv: list[str] | None = None) -> int:
         return 130
 
 
-class _Usage(Exception):
-    """Wrong flags or environment; one line."""
-
-
-def _settings(model: type[S], arguments: list[str]) -> S:
-    try:
-        return CliApp.run(model, cli_args=arguments)
-    except ValidationError as error:
-        fault = error.errors(include_url=False)[0]
-        name = "--" + "-".join(str(part) for part in fault["loc"]).rstrip("_").replace("_", "-")
-        got = "" if name == "--api-key" else f" (got {fault['input']!r})"
-        raise _Usage(f"{name}: {fault['msg'].removeprefix('Value error, ')}{got}") from None
-    except SettingsError as error:
-        raise _Usage(str(error).splitlines()[0]) from None
+def _fault(error: ValidationError | SettingsError) -> str:
+    """What is wrong with the flags or the environment, in one line."""
+    if isinstance(error, SettingsError):
+        return str(error).splitlines()[0].removeprefix("error parsing CLI: ")
+    fault = error.errors(include_url=False)[0]
+    name = "--" + str(fault["loc"][0]).rstrip("_").replace("_", "-")
+    got = "" if name == "--api-key" else f" (got {fault['input']!r})"
+    return f"{name}: {fault['msg'].removeprefix('Value error, ')}{got}"
 
 
 def _serve(arguments: list[str]) -> int:
-    settings = _settings(ServeSettings, arguments)
+    settings = CliApp.run(ServeSettings, cli_args=arguments)
     _check_certificate(settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it loads; PID 1 has no default action
     logs.set_up("json" if settings.explain_json else settings.log_format, settings.log_level)
@@ -100,12 +88,12 @@ def _serve(arguments: list[str]) -> int:
 def _check_certificate(settings: ServeSettings) -> None:
     if settings.ssl_certfile is None:
         if settings.ssl_keyfile is not None:
-            raise _Usage("--ssl-keyfile: it needs --ssl-certfile beside it")
+            raise SettingsError("--ssl-keyfile: it needs --ssl-certfile beside it")
         return
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
     except (ssl.SSLError, OSError) as error:
-        raise _Usage(f"--ssl-certfile: {settings.ssl_certfile} cannot be used: {error}") from None
+        raise SettingsError(f"--ssl-certfile: {settings.ssl_certfile} cannot be used: {error}") from None
 
 
 def run(app: FastAPI, settings: ServeSettings) -> int:
@@ -191,14 +179,14 @@ def announce(settings: ServeSettings, text: str, event: str, fields: dict[str, A
 
 
 def _plan(arguments: list[str]) -> int:
-    settings = _settings(PlanSettings, arguments)
+    settings = CliApp.run(PlanSettings, cli_args=arguments)
     plan = make_plan(settings)[2]
     print(json.dumps(plan.to_json()) if settings.json_ else plan_text(plan))
     return 0
 
 
 def _bench(arguments: list[str]) -> int:
-    settings = _settings(BenchSettings, arguments)
+    settings = CliApp.run(BenchSettings, cli_args=arguments)
     from server.bench import bench, bench_text
 
     told = bench(settings)
@@ -209,7 +197,7 @@ def _bench(arguments: list[str]) -> int:
 def _generate(arguments: list[str]) -> int:
     import httpx
 
-    settings = _settings(GenerateSettings, arguments)
+    settings = CliApp.run(GenerateSettings, cli_args=arguments)
     body = settings.model_dump(include={"prompt", "max_tokens", "temperature", "seed"}, exclude_none=True)
     headers = {"Authorization": f"Bearer {settings.api_key[0].get_secret_value()}"} if settings.api_key else {}
     with nullcontext(settings.url) if settings.url else _own_server(settings) as url:

@@ -3,11 +3,21 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
+from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, FilePath, SecretStr
-from pydantic_settings import BaseSettings, CliImplicitFlag, NoDecode, SettingsConfigDict
+from pydantic_settings import (
+    BaseSettings,
+    CliImplicitFlag,
+    CliPositionalArg,
+    NoDecode,
+    SettingsConfigDict,
+    SettingsError,
+)
 
+PREFIX = "TOKENTELLER_"
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "ki": 2**10, "mi": 2**20, "gi": 2**30}
 
 
@@ -68,11 +78,13 @@ class ModelSettings(BaseSettings):
     """What decides memory: the model, how it is stored, and the pool."""
 
     model_config = SettingsConfigDict(
-        env_prefix="TOKENTELLER_",
+        env_prefix=PREFIX,
+        env_prefix_target="all",  # aliases, too
         env_ignore_empty=True,  # compose files set what is unset to nothing
         frozen=True,
         extra="forbid",
         cli_kebab_case=True,
+        cli_exit_on_error=False,  # it raises, and main() tells
         protected_namespaces=(),
     )
 
@@ -165,3 +177,27 @@ class BenchSettings(ModelSettings):
         False, description="beside the speed also its parts, the floor, growth with context, memory and start"
     )
     json_: CliImplicitFlag[bool] = Field(False, alias="json", description="print JSON")
+
+
+class GenerateSettings(ModelSettings):
+    """Stream an answer to the terminal, from a running server or from one made for this answer."""
+
+    model_config = SettingsConfigDict(cli_prog_name="tokenteller generate")
+
+    prompt: CliPositionalArg[str] = Field(description="the text to continue")
+    url: str | None = Field(None, description="address of a running server (default: load the model in this process)")
+    api_key: ApiKeys = Field((), description="the key that the server asks for, or @FILE")
+    max_tokens: int | None = Field(None, description="tokens to generate")
+    temperature: float = Field(1.0, description="0 is greedy")
+    seed: int | None = Field(None, description="same seed, same text")
+
+
+def check_environment(names: Iterable[str]) -> None:
+    """Raises SettingsError for a TOKENTELLER_ variable that no command reads."""
+    commands = (ServeSettings, PlanSettings, BenchSettings, GenerateSettings)
+    known = {field.strip("_").upper() for command in commands for field in command.model_fields}
+    for name in names:
+        prefix, setting = name.upper()[: len(PREFIX)], name.upper()[len(PREFIX) :]
+        if prefix == PREFIX and setting not in known:
+            near = "".join(f"; did you mean {PREFIX}{one}?" for one in get_close_matches(setting, known, n=1))
+            raise SettingsError(f"{name}: no such setting{near}")

@@ -102,12 +102,12 @@ def test_any_origin_never_means_credentials(rand: Path) -> None:
 def raw(live: Live, *parts: bytes, pause_s: float = 0.0) -> bytes:
     """What comes back when these bytes are sent, until the server closes."""
     host, port = live.url.removeprefix("http://").split(":")
+    got = b""
     with socket.create_connection((host, int(port)), timeout=20) as client:
         try:
             for part in parts:
                 client.sendall(part)
                 time.sleep(pause_s)
-            got = b""
             while chunk := client.recv(65536):
                 got += chunk
         except ConnectionError:

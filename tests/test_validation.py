@@ -250,18 +250,37 @@ def test_an_http_1_0_client_gets_plain_bytes_until_the_connection_closes(live: L
     assert raw(live, b"HEAD /health HTTP/1.0\r\n\r\n").endswith(b"\r\n\r\n")
 
 
-def test_an_offer_of_an_upgrade_is_not_taken_up_and_loses_no_body(live: Live) -> None:
-    offer = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUPGRADE:h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
+
+
+def test_an_offer_of_an_upgrade_is_not_taken_up_and_loses_no_body_wherever_it_is_cut(live: Live) -> None:
+    request = posted(b'{"prompt": "abc"}', headers=OFFER, path=b"/tokenize")
     host, port = live.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=20) as connection:
-        for _ in range(2):  # also on a connection that is kept
-            connection.sendall(posted(WHOLE, headers=offer))
-            answer = b""
-            while not answer.endswith(b"}}"):
-                answer += connection.recv(65536)
-            assert answer.startswith(b"HTTP/1.1 200 OK") and b'"finish_reason":"length"' in answer
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        for cut in range(len(request)):
+            for part in (request[:cut], request[cut:]):
+                connection.sendall(part)
+                time.sleep(0.004)
+            answer = connection.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 200 OK") and b'"count":3' in answer, request[:cut]
+        for at in range(len(request)):
+            connection.sendall(request[at : at + 1])
+        assert b'"count":3' in connection.recv(65536)
     websocket = b"GET /health HTTP/1.1\r\nHost: x\r\nConnection: Upgrade, close\r\nUpgrade: websocket\r\n\r\n"
     assert raw(live, websocket).startswith(b"HTTP/1.1 200 OK")
+
+
+def test_pipelined_requests_that_offer_an_upgrade_are_all_answered(live: Live) -> None:
+    body, path = b'{"prompt": "abc"}', b"/tokenize"
+    chunked = b"POST /tokenize HTTP/1.1\r\nHost: x\r\n" + OFFER + b"Transfer-Encoding: chunked\r\n\r\n"
+    chunked += b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
+    plain, offer = posted(body, path=path), posted(body, headers=OFFER, path=path)
+    last = posted(body, b"1.0", OFFER, path)
+    answers = raw(live, plain + offer * 3 + chunked + plain + offer * 2000 + last)
+    assert answers.count(b"HTTP/1.1 200 OK") == answers.count(b'"count":3') == 2007
+    connect = raw(live, b"CONNECT /x HTTP/1.1\r\nHost: x\r\n" + OFFER + b"\r\n" + last)
+    assert connect.startswith(b"HTTP/1.1 404 ") and connect.count(b'"count":3') == 1
 
 
 @pytest.mark.parametrize(

@@ -5,18 +5,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import re
 import sys
 from typing import Any
 
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from server.errors import BadHead
 
 HEAD_BYTES = 32 * 1024  # request line and headers together
 HEAD_S = 20.0  # from its first byte, or from connecting, to the blank line
-
-_UPGRADE = re.compile(rb"(?i)\r\nupgrade:[^\r\n]*")
 
 
 class Protocol(HttpToolsProtocol):
@@ -36,14 +34,33 @@ class Protocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         before = self._head_timer
-        if before is not None or self.cycle is None or self.cycle.response_complete:
-            head, blank, rest = data.partition(b"\r\n\r\n")
-            data = _UPGRADE.sub(b"", head) + blank + rest
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        try:
+            self._parse(memoryview(data))
+        except HttpParserError:
+            self._refuse("400 Bad Request", "this is no HTTP request")
         if self._head_timer is not None and self._head_timer is before:  # all of it belongs to an unfinished head
             self._head += len(data)
             if self._head > HEAD_BYTES:
                 self._too_long()
+
+    def _parse(self, data: memoryview) -> None:
+        """httptools ends a request that offers an upgrade with its head; a fresh parser gets the head without it."""
+        while True:
+            try:
+                self.parser.feed_data(data)
+                return
+            except HttpParserUpgrade as end:
+                data = data[end.args[0] :]
+            method, version = self.parser.get_method(), self.parser.get_http_version().encode()
+            if method != b"CONNECT":
+                fields = [b"%s: %s\r\n" % field for field in self.headers if field[0] != b"upgrade"]
+                self.parser = HttpRequestParser(self)
+                self.parser.set_dangerous_leniencies(lenient_data_after_close=True)  # as uvicorn has it
+                self.parser.feed_data(b"%s %s HTTP/%s\r\n%s\r\n" % (method, self.url, version, b"".join(fields)))
+
+    def _offers_upgrade(self) -> bool:
+        return self.parser.should_upgrade() and self.parser.get_method() != b"CONNECT"
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -51,6 +68,8 @@ class Protocol(HttpToolsProtocol):
             self._await_head()
 
     def on_headers_complete(self) -> None:
+        if self._offers_upgrade():
+            return
         self._head_came()
         if sum(len(name) + len(value) for name, value in self.headers) + len(self.url) > HEAD_BYTES:
             self._too_long()
@@ -59,8 +78,9 @@ class Protocol(HttpToolsProtocol):
         if self.scope["http_version"] == "1.0":
             _without_chunks(self.cycle)
 
-    def send_400_response(self, msg: str) -> None:
-        self._refuse("400 Bad Request", "this is no HTTP request")
+    def on_message_complete(self) -> None:
+        if not self._offers_upgrade():
+            super().on_message_complete()
 
     def _too_long(self) -> None:
         self._refuse("431 Request Header Fields Too Large", f"the head has more than {HEAD_BYTES} bytes")

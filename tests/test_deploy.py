@@ -144,6 +144,10 @@ def test_every_setting_that_a_file_names_exists() -> None:
         assert named <= known | own, (file, named - known - own)
 
 
+def test_kubernetes_sets_no_variable_of_ours_for_a_service_of_our_name() -> None:
+    assert manifests()[0]["spec"]["template"]["spec"]["enableServiceLinks"] is False
+
+
 def test_streams_have_time_to_end_before_the_kill() -> None:
     pod = manifests()[0]["spec"]["template"]["spec"]
     container = pod["containers"][0]

@@ -67,7 +67,8 @@ class Tokenizer:
         """Ids of a conversation, up to where the assistant begins: special tokens come from the template only, and so
         does BOS. Raises ChatTemplateError."""
         mark = _unused_character(json.dumps([messages, variables, self.chat_template], ensure_ascii=False))
-        messages, variables = self._marked(messages, mark), self._marked(variables, mark)
+        messages = [{name: self._marked(value, mark) for name, value in message.items()} for message in messages]
+        variables = {name: self._marked(value, mark) for name, value in variables.items()}
         text = self.render_chat(messages, variables)
         special = self._special_text.findall(text)
         if mark not in text:
@@ -83,7 +84,7 @@ class Tokenizer:
         return ids
 
     def _marked(self, value: Any, mark: str) -> Any:
-        """`value` with a mark inside everything in its texts that is, or at the end could become, a special token."""
+        """`value` with a mark inside all that is, or at the end of a text or key could become, a special token."""
         if isinstance(value, str):
             value = self._special_text.sub(lambda match: match[0][0] + mark + match[0][1:], value)
             end = value.rstrip()
@@ -93,7 +94,7 @@ class Tokenizer:
                     return value[: begin + 1] + mark + value[begin + 1 :]
             return value
         if isinstance(value, Mapping):
-            return {key: self._marked(item, mark) for key, item in value.items()}
+            return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
         return [self._marked(item, mark) for item in value] if isinstance(value, list | tuple) else value
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = _NONE) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -85,6 +86,15 @@ def test_other_variables_reach_the_template_as_data() -> None:
     told = tokenizer("{{ style }}|{{ bos_token }}|{{ messages[0].content }}")
     ids = told.encode_chat(user("x"), {"style": "<|eos|>", "bos_token": "fake", "messages": []})
     assert ids == [*b"<|eos|>|", BOS, *b"|x"]
+
+
+def test_keys_of_other_variables_are_data_too() -> None:
+    tools = [{"name": "f<|eos|>", "<|im_start|>": {"<|im_": ["<|im_end|>"]}}]
+    told = tokenizer(
+        "{{ tools | tojson }}{% for t in tools %}{% for k, v in t.items() %}{{ k }}end|>{% endfor %}{% endfor %}"
+    )
+    assert bytes(told.encode_chat([], {"tools": tools})).decode() == json.dumps(tools) + "nameend|><|im_start|>end|>"
+    assert bytes(told.encode_chat([], {"tools": [{"<|im_": 1}]})) == b'[{"<|im_": 1}]<|im_end|>'
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ ApiError
 │   └── BadGrammar    400  a schema, regex or grammar that cannot be compiled or followed
 ├── BadHead           400  the request's head is no HTTP; 431 where it is too long, 408 where it came too slowly
 ├── Unauthorized      401  an API key is asked for, and none or a wrong one came
+├── OriginRefused     403  a web page of another origin than --cors-origin names asks whether it may call
 ├── Unprocessable     422  a field is wrong or unknown
 ├── NeverFits         422  could not be served even by an empty pool; carries the numbers
 ├── NotFound          404  there is nothing at this path
@@ -74,6 +75,10 @@ class Unauthorized(ApiError):
 
     def headers(self) -> dict[str, str]:
         return {"WWW-Authenticate": "Bearer"}
+
+
+class OriginRefused(ApiError):
+    status, type, code = 403, "invalid_request_error", "origin_refused"
 
 
 class BadGrammar(BadRequest):

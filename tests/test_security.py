@@ -77,11 +77,15 @@ def test_a_bad_key_is_one_line_that_does_not_repeat_it(capsys: pytest.CaptureFix
 
 
 def test_only_the_origin_that_was_named_may_call_and_never_with_credentials(locked: Live) -> None:
-    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    asked = "authorization,content-type,openai-organization,traceparent,x-stainless-os,x-stainless-retry-count"
+    preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": asked}
     ours = CLIENT.options(locked.url + "/generate", headers={"Origin": "https://app.example"} | preflight)
     assert ours.status_code == 200 and ours.headers["access-control-allow-origin"] == "https://app.example"
+    assert ours.headers["access-control-allow-headers"] == asked, "OpenAI's client and tracers send their own"
     theirs = CLIENT.options(locked.url + "/generate", headers={"Origin": "https://evil.example"} | preflight)
     assert "access-control-allow-origin" not in theirs.headers
+    assert theirs.status_code == 403 and theirs.json()["error"]["code"] == "origin_refused"
+    assert "origin" in theirs.json()["error"]["message"]
     answer = CLIENT.get(locked.url + "/health", headers={"Origin": "https://app.example"})
     assert answer.headers["access-control-allow-origin"] == "https://app.example"
     assert "access-control-allow-credentials" not in ours.headers.keys() | answer.headers.keys()

@@ -13,7 +13,6 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
-from starlette.middleware.cors import CORSMiddleware
 from starlette.types import Lifespan
 
 from model.checkpoint import Checkpoint, Progress, give_back_memory, load
@@ -21,7 +20,7 @@ from model.kv_memory import KVLayout, KVPlan
 from model.kv_pool import KVPool
 from model.sampler import LogitsError
 from server.api import generate, openai, operations, page
-from server.api.door import Door
+from server.api.door import Door, Origins
 from server.api.life import Watch, tell_stats
 from server.api.pool import Picture
 from server.api.service import Service, service_of
@@ -154,13 +153,7 @@ def _face(settings: ServeSettings, lifespan: Lifespan[FastAPI], metrics: Metrics
     )
     app.add_middleware(Door, metrics=metrics, keys=[key.get_secret_value() for key in settings.api_key])
     if settings.cors_origin:  # around the door: a browser's preflight carries no key
-        app.add_middleware(
-            CORSMiddleware,
-            allow_origins=settings.cors_origin,
-            allow_methods=["GET", "POST"],
-            allow_headers=["Authorization", "Content-Type", "X-Request-Id", "X-Session-Id"],
-            expose_headers=["X-Request-Id", "Retry-After"],
-        )
+        app.add_middleware(Origins, metrics=metrics, origins=settings.cors_origin)
     app.include_router(generate.router)
     app.include_router(openai.router)
     app.include_router(operations.router)

@@ -1,4 +1,4 @@
-"""The door: the one layer around all routes. Plain ASGI, so that nothing is buffered and disconnects get through."""
+"""The door: the layers around all routes. Plain ASGI, so that nothing is buffered and disconnects get through."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ import time
 from collections.abc import Sequence
 
 from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import JSONResponse
+from starlette.middleware.cors import CORSMiddleware
+from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from server import logs
-from server.errors import ApiError, EngineFailure, Unauthorized
+from server.errors import ApiError, EngineFailure, OriginRefused, Unauthorized
 from server.metrics import Metrics
 
 log = logging.getLogger("tokenteller")
@@ -77,6 +78,24 @@ class Door:
         self.metrics.refused(error.code)
         scope["state"]["error_code"] = error.code
         await JSONResponse(error.body(), status_code=error.status, headers=error.headers())(scope, receive, send)
+
+
+class Origins(CORSMiddleware):
+    """Lets pages of these origins call, with any header (clients send their own) and never with credentials."""
+
+    def __init__(self, app: ASGIApp, metrics: Metrics, origins: Sequence[str]) -> None:
+        expose = ["X-Request-Id", "Retry-After"]
+        super().__init__(app, origins, ["GET", "POST"], ["*"], expose_headers=expose)
+        self.metrics = metrics
+
+    def preflight_response(self, request_headers: Headers) -> Response:
+        response = super().preflight_response(request_headers)
+        if response.status_code == 200:
+            return response
+        told = bytes(response.body).decode()
+        error = OriginRefused(f"{told}: pages of the origins that --cors-origin names may call, by GET and POST")
+        self.metrics.refused(error.code)
+        return JSONResponse(error.body(), error.status, {"Vary": "Origin"})
 
 
 def _digest(key: str) -> bytes:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import math
 import os
 import resource
 import signal
+import socket
 import ssl
 import sys
 import threading
@@ -78,11 +80,42 @@ def _serve(arguments: list[str]) -> int:
     _check_certificate(settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it loads; PID 1 has no default action
     logs.set_up("json" if settings.explain_json else settings.log_format, settings.log_level)
+    listeners = bind(settings.host, settings.port)
     plan = make_plan(settings)[2]
     announce(settings, plan_text(plan), "plan", {"pool_bytes": plan.pool_bytes, "weight_bytes": plan.weight_bytes})
     from server.api.app import create_app
 
-    return run(create_app(settings), settings)
+    return run(create_app(settings), settings, listeners)
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """A socket for each address of the host, so that a wrong one is told before anything is loaded. They refuse
+    connections until they listen."""
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise SettingsError(f"--host: {host} is no address: {error}") from None
+    bound: list[socket.socket] = []
+    for family, kind, protocol, _, address in dict.fromkeys(found):
+        try:
+            listener = socket.socket(family, kind, protocol)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            listener.bind((address[0], bound[0].getsockname()[1] if bound else port, *address[2:]))
+            bound.append(listener)
+        except OSError as error:
+            fault = error
+            if error.errno not in (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT):  # localhost, and a system without IPv6
+                bound.clear()
+                break
+    if not bound:
+        raise ValueError(f"cannot listen on {_address(host, port)}: {fault.strerror}")
+    return bound
+
+
+def _address(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _check_certificate(settings: ServeSettings) -> None:
@@ -96,8 +129,11 @@ def _check_certificate(settings: ServeSettings) -> None:
         raise SettingsError(f"--ssl-certfile: {settings.ssl_certfile} cannot be used: {error}") from None
 
 
-def run(app: FastAPI, settings: ServeSettings) -> int:
-    """Serves until SIGTERM or SIGINT, then drains; a second one ends it at once. Returns 0, or 1 where it failed."""
+def run(app: FastAPI, settings: ServeSettings, listeners: list[socket.socket]) -> int:
+    """Serves until SIGTERM or SIGINT, then drains; a second one ends it at once. Returns 0, or 1 where it failed.
+
+    The sockets are bound and do not listen yet. Raises ValueError where another listens there by now.
+    """
     import uvicorn
 
     from server.api.life import Drain
@@ -107,13 +143,12 @@ def run(app: FastAPI, settings: ServeSettings) -> int:
 
         drain: Drain
 
-        async def startup(self, sockets: list[object] | None = None) -> None:  # type: ignore[override]
-            await super().startup(sockets)  # type: ignore[arg-type]
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
             self.drain = Drain(app.state.service.streams, settings.shutdown_timeout)
-            for server in self.servers:
-                host, port = server.sockets[0].getsockname()[:2]
-                url = f"{'https' if settings.ssl_certfile else 'http'}://{f'[{host}]' if ':' in host else host}:{port}"
-                announce(settings, f"\ntokenteller is ready on {url}", "ready", {"url": url, "model": settings.model})
+            address = _address(*listeners[0].getsockname()[:2])
+            url = f"{'https' if settings.ssl_certfile else 'http'}://{address}"
+            announce(settings, f"\ntokenteller is ready on {url}", "ready", {"url": url, "model": settings.model})
 
         async def on_tick(self, counter: int) -> bool:
             if await super().on_tick(counter):
@@ -131,7 +166,12 @@ def run(app: FastAPI, settings: ServeSettings) -> int:
 
     server = Server(uvicorn_config(app, settings))
     _raise_file_limit()
-    server.run()
+    try:
+        for listener in listeners:
+            listener.listen(server.config.backlog)
+    except OSError as error:  # two may be bound to a port until one of them listens
+        raise ValueError(f"cannot listen on {_address(settings.host, settings.port)}: {error.strerror}") from None
+    server.run(listeners)
     code = server.drain.exit_code if server.started else 1
     if server.started and app.state.service.engine.running:
         logging.shutdown()

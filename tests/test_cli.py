@@ -4,15 +4,20 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import httpx
 import pytest
+from fastapi import FastAPI
 from live import Live, process
 
+from server.__main__ import bind
+from server.__main__ import run as serve_app
 from server.engine.runner import usable_cpus
+from server.settings import ServeSettings
 
 ROOT = Path(__file__).parent.parent
 
@@ -78,6 +83,46 @@ def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
     result = run("serve", "--model", "/nowhere")
     assert result.returncode == 1
     assert "/nowhere" in result.stderr and len(result.stderr.strip().splitlines()) == 1
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_port_in_use_is_told_before_the_model_is_looked_at(host: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        result = run("serve", "--model", "/nowhere", "--host", host, "--port", str(port))
+    assert result.returncode == 1
+    assert result.stderr == f"tokenteller: cannot listen on {host}:{port}: Address already in use\n"
+
+
+@pytest.mark.parametrize(("host", "code"), [("a..b", 2), ("192.0.2.1", 1)])
+def test_a_host_that_is_not_ours_is_told_before_the_model_is_looked_at(host: str, code: int) -> None:
+    result = run("serve", "--model", "/nowhere", "--host", host)
+    assert result.returncode == code
+    assert host in result.stderr and "/nowhere" not in result.stderr and result.stderr.count("\n") == 1
+
+
+def test_of_two_that_are_bound_to_a_port_one_may_listen() -> None:
+    (one,), settings = bind("127.0.0.1", 0), ServeSettings()
+    with one, bind("127.0.0.1", one.getsockname()[1])[0] as other:
+        one.listen()
+        with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1:8000: Address"):
+            serve_app(FastAPI(), settings, [other])
+
+
+def test_all_addresses_of_a_host_get_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = [(socket.AF_INET, socket.SOCK_STREAM, 6, "", (host, 0)) for host in ("192.0.2.1", "127.0.0.1", "127.0.0.2")]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    one, two = (listener.getsockname() for listener in bind("several", 0))  # that which is not ours is left out
+    assert (one[0], two[0]) == ("127.0.0.1", "127.0.0.2") and one[1] == two[1] > 0
+
+
+def test_ipv6_is_served_and_its_url_can_be_asked(rand: Path) -> None:
+    try:
+        socket.create_server(("::1", 0), family=socket.AF_INET6).close()
+    except OSError:
+        pytest.skip("no IPv6 here")
+    with process("--model", str(rand), "--host", "::1") as server:
+        assert server.url.startswith("http://[::1]:") and server.status("/health") == 200
 
 
 def test_generate_streams_from_a_running_server(live: Live) -> None:

@@ -190,6 +190,29 @@ def test_a_body_is_strict_json_of_bounded_depth(client: httpx.Client, body: byte
     assert time.monotonic() - began < 20, "no body takes for ever"
 
 
+@pytest.mark.parametrize("path", PATHS)
+def test_null_is_the_same_as_absent_in_every_field(client: httpx.Client, path: str) -> None:
+    nulls = dict.fromkeys(BODIES[path].model_fields)
+    assert client.post(path, json=nulls | BASE[path]).is_success
+
+
+def test_null_is_the_same_as_absent_at_every_level_but_in_what_is_the_clients(client: httpx.Client) -> None:
+    schema = {"name": None, "description": None, "strict": None, "schema": {"const": None, "title": "x"}}
+    body = BASE["/v1/chat/completions"] | {
+        "messages": [{"role": "assistant", "content": None, "name": None}, {"role": "user", "content": "x"}],
+        "stream_options": {"include_usage": None, "continuous_usage_stats": None, "include_obfuscation": None},
+        "response_format": {"type": "json_schema", "json_schema": schema},
+        "max_tokens": 9,
+    }
+    answer = client.post("/v1/chat/completions", json=body)
+    assert answer.is_success and answer.json()["choices"][0]["message"]["content"] == "null"
+    schema["schema"] = None
+    refused = client.post("/v1/chat/completions", json=body)
+    assert refused.json()["error"]["param"] == "response_format.json_schema.schema"
+    assert "is required" in refused.json()["error"]["message"]
+    assert client.post("/generate", json=BASE["/generate"] | {"no_such_field": None}).status_code == 422
+
+
 def test_the_content_type_is_not_asked_for_and_compression_is_refused(client: httpx.Client) -> None:
     body = b'{"prompt": "x", "max_tokens": 1, "stream": false}'
     for kind in ("text/plain", "application/x-www-form-urlencoded", "application/json; charset=latin-1", ""):

@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator
 from contextlib import suppress
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.requests import ClientDisconnect, Request
 
 from model.sampler import SamplingParams
@@ -23,9 +23,18 @@ BODY_S = 30  # a client that sends slower than this is not waited for
 
 
 class Body(BaseModel):
-    """A request body: no coercion ("10" is not 10, true is not 1), no unknown fields."""
+    """A request body, or an object in one: no coercion ("10" is not 10, true is not 1), no unknown fields; null is the
+    same as absent."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
+            return given
+        known = {field.alias or name for name, field in cls.model_fields.items()}
+        return {key: value for key, value in given.items() if value is not None or key not in known}
 
     @classmethod
     def screen(cls, given: dict[str, Any]) -> None:
@@ -223,10 +232,9 @@ def validate(value: Any, model: type[Model]) -> Model:
     """`value` as `model`; the first fault is named with its field. Raises Unprocessable (422)."""
     if not isinstance(value, dict):
         raise Unprocessable(f"the body must be a JSON object, not {_kind(value)}")
-    given = {key: field for key, field in value.items() if field is not None or key not in model.model_fields}
-    model.screen(given)
+    model.screen(value)
     try:
-        return model.model_validate(given)  # null is the same as absent
+        return model.model_validate(value)
     except ValidationError as error:
         raise _named(error) from None
 

@@ -44,6 +44,7 @@ log = logging.getLogger("tokenteller")
 
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0 well, 1 could not do it, 2 wrong usage."""
+    _open_standard_streams()
     arguments = sys.argv[1:] if argv is None else argv
     commands = {"serve": _serve, "plan": _plan, "generate": _generate, "bench": _bench}
     if not arguments or arguments[0] not in commands:
@@ -63,6 +64,15 @@ def main(argv: list[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:
         return 130
+
+
+def _open_standard_streams() -> None:
+    """/dev/null for those that are closed, before a socket or a file takes their place."""
+    while (opened := os.open(os.devnull, os.O_RDWR)) < 3:
+        pass
+    os.close(opened)
+    sys.stdout = sys.stdout or os.fdopen(1, "w")
+    sys.stderr = sys.stderr or os.fdopen(2, "w")
 
 
 def _fault(error: ValidationError | SettingsError) -> str:

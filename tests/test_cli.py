@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -36,6 +37,17 @@ def test_without_a_flag_the_toy_is_served_and_sigterm_ends_it_well() -> None:
         assert answer["usage"]["completion_tokens"] >= 1
         server.signal()
         assert server.exit_code() == 0
+
+
+@pytest.mark.parametrize("closed", ["--log-format json <&- 2>&1 >&-", "2>&-"])
+def test_it_serves_and_ends_well_with_standard_streams_closed(rand: Path, closed: str) -> None:
+    command = f"exec {sys.executable} -m server serve --model {rand} --port 0 {closed}"
+    with subprocess.Popen(command, shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True) as popen:
+        assert popen.stdout is not None
+        url = next(match[0] for line in popen.stdout if (match := re.search(r"http://[\d.:]+", line)))
+        assert httpx.post(f"{url}/generate", json={"prompt": "x", "stream": False}).status_code == 200
+        popen.terminate()
+        assert popen.wait(20) == 0
 
 
 def test_plan_prints_the_same_numbers_as_json(rand: Path) -> None:

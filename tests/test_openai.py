@@ -285,6 +285,24 @@ def test_the_clients_own_parser_reads_a_structured_answer(client: openai.OpenAI)
 
 
 @pytest.mark.parametrize(
+    ("asked", "text"),
+    [
+        ({"regex": "(ab){3}"}, "ababab"),
+        ({"regex": "x{4}", "response_format": {"type": "text"}}, "xxxx"),
+        ({"grammar": 'start: "yes" "!"'}, "yes!"),
+        ({"json_schema": {"const": [1]}}, "[1]"),
+    ],
+)
+def test_what_generate_can_ask_of_a_text_can_be_asked_here(
+    client: openai.OpenAI, asked: dict[str, Any], text: str
+) -> None:
+    body: dict[str, Any] = {"model": "chatty", "max_tokens": 20, "extra_body": asked}
+    assert client.completions.create(prompt="x", **body).choices[0].text == text
+    chat = client.chat.completions.create(messages=HELLO, **body, stream=True)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chat) == text
+
+
+@pytest.mark.parametrize(
     ("change", "param"),
     [
         ({"temperature": -1}, "temperature"),
@@ -303,6 +321,12 @@ def test_the_clients_own_parser_reads_a_structured_answer(client: openai.OpenAI)
         ({"stop": ["", "c"]}, "stop.0"),
         ({"stream_options": 5}, "stream_options"),
         ({"guided_json": {}}, "guided_json"),
+        ({"guided_regex": "a"}, "guided_regex"),
+        ({"bad_words": ["x"]}, "bad_words"),
+        ({"regex": "a", "grammar": "start: /a/"}, "grammar"),
+        ({"regex": "a", "response_format": {"type": "json_object"}}, "regex"),
+        ({"regex": "a", "stop": "b"}, "stop"),
+        ({"regex": "("}, "regex"),
         ({"logit_bias": {"999": 1}}, "logit_bias"),
     ],
 )

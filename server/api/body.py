@@ -14,6 +14,7 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.requests import ClientDisconnect, Request
 
+from model.grammar import Kind
 from model.sampler import SamplingParams
 from server.api.stream import Terms
 from server.errors import BadRequest, BodyTimeout, BodyTooLarge, Unprocessable, UnsupportedMediaType
@@ -68,6 +69,23 @@ class SamplingBody(Body):
     max_queue_ms: int | None = Field(None, ge=1, le=2**31, description="ends it if it has no slot by then")
     cache_prefix: bool = Field(True, description="whether rows of its prompt may be reused, from others and by others")
     cache_salt: str = Field("", max_length=256, description="rows are reused only where the salt is the same")
+    json_schema: dict[str, Any] | None = Field(None, description="the text is JSON that this schema allows")
+    regex: str | None = Field(None, description="the whole text matches this regular expression")
+    grammar: str | None = Field(None, description="the whole text is of this grammar, in llguidance's form of Lark")
+
+    def structure(self) -> tuple[Kind, str] | None:
+        """What the text must be. Raises Unprocessable."""
+        given: dict[Kind, str | None] = {
+            "json_schema": None if self.json_schema is None else json.dumps(self.json_schema, ensure_ascii=False),
+            "regex": self.regex,
+            "grammar": self.grammar,
+        }
+        asked = [(kind, text) for kind, text in given.items() if text is not None]
+        if len(asked) > 1:
+            raise Unprocessable(f"give one of {' and '.join(kind for kind, _ in asked)}", param=asked[1][0])
+        for kind, _ in asked:
+            self.refuse_beside_a_grammar(kind)
+        return asked[0] if asked else None
 
     def refuse_beside_a_grammar(self, name: str) -> None:
         """What would cut a structured answer off, or keep it from ending. Raises Unprocessable."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import secrets
 import time
 from collections import defaultdict
@@ -14,14 +13,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, field_validator
 
-from model.grammar import Kind
 from model.tokenizer import Tokenizer
 from server.api import sse
 from server.api.body import SamplingBody, document, read
 from server.api.service import Service, request_id, service_of
 from server.api.stream import Delta, End, Item, Piece, Silence, Stream, Wanted
 from server.engine.sequence import Started
-from server.errors import ApiError, Unprocessable
+from server.errors import ApiError
 
 router = APIRouter()
 T = TypeVar("T")
@@ -35,9 +33,6 @@ class GenerateBody(SamplingBody):
         None, ge=1, description="tokens to generate; absent: 128, or what is left of the context"
     )
     logprobs: int | None = Field(None, ge=0, le=20, description="of each token, and of so many of the likeliest")
-    json_schema: dict[str, Any] | None = Field(None, description="the text is JSON that this schema allows")
-    regex: str | None = Field(None, description="the whole text matches this regular expression")
-    grammar: str | None = Field(None, description="the whole text is of this grammar, in llguidance's form of Lark")
     stream: bool = True
 
     @field_validator("prompt", mode="before")
@@ -46,20 +41,6 @@ class GenerateBody(SamplingBody):
         if isinstance(value, str) or (isinstance(value, list) and all(type(item) is int for item in value)):
             return value
         raise ValueError("must be a string or an array of token ids (integers)")
-
-    def structure(self) -> tuple[Kind, str] | None:
-        """What the text must be. Raises Unprocessable."""
-        given: dict[Kind, str | None] = {
-            "json_schema": None if self.json_schema is None else json.dumps(self.json_schema, ensure_ascii=False),
-            "regex": self.regex,
-            "grammar": self.grammar,
-        }
-        asked = [(kind, text) for kind, text in given.items() if text is not None]
-        if len(asked) > 1:
-            raise Unprocessable(f"give one of {' and '.join(kind for kind, _ in asked)}", param=asked[1][0])
-        for kind, _ in asked:
-            self.refuse_beside_a_grammar(kind)
-        return asked[0] if asked else None
 
     def wanted(self, id: str) -> Wanted:
         return Wanted(

@@ -38,17 +38,22 @@ Prompt = str | Sequence[int]
 
 # Fields that cannot be honoured, each with the values that ask for nothing.
 _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "allowed_token_ids": (),
     "audio": (),
+    "bad_words": ([],),
     "best_of": (1,),
     "chat_template": (),
     "continue_final_message": (False,),
     "documents": ([],),
+    "ebnf": (),
     "function_call": ("none", "auto"),
     "functions": ([],),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
+    "include_stop_str_in_output": (False,),
     "length_penalty": (1, 1.0),
     "modalities": (["text"],),
     "moderation": (),
@@ -66,6 +71,15 @@ _UNSUPPORTED: dict[str, tuple[Any, ...]] = {
     "use_beam_search": (False,),
     "verbosity": ("medium",),
     "web_search_options": (),
+}
+# Where this server has another word for them.
+_INSTEAD = {
+    "add_generation_prompt": "chat_template_kwargs",
+    "ebnf": "grammar",
+    "guided_grammar": "grammar",
+    "guided_json": "json_schema",
+    "guided_regex": "regex",
+    "structured_outputs": "json_schema, regex or grammar",
 }
 # Fields of OpenAI's API that change nothing in the answer.
 _INERT = {
@@ -129,15 +143,22 @@ class OpenAIBody(SamplingBody):
         for name, harmless in _UNSUPPORTED.items():
             value = given.get(name)
             if name not in cls.model_fields and value is not None and not any(_same(value, one) for one in harmless):
-                raise Unprocessable(f"{name} is not supported here; leave it out", param=name)
+                remedy = f"use {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
+                raise Unprocessable(f"{name} is not supported here; {remedy}", param=name)
         unknown = given.keys() - cls.model_fields.keys() - _INERT - _UNSUPPORTED.keys()
         if unknown:
             log.info("fields ignored: %s", ", ".join(repr(name[:60]) for name in sorted(unknown)[:10]))
 
-    def wanted(self, id: str, prompt: Prompt, max_tokens: int | None, logprobs: int | None) -> Wanted:
-        grammar = self.response_format.structure() if self.response_format else None
-        if grammar:
+    def structure(self) -> tuple[Kind, str] | None:
+        asked = super().structure()
+        form = self.response_format.structure() if self.response_format else None
+        if asked and form:
+            raise Unprocessable(f"give one of response_format and {asked[0]}", param=asked[0])
+        if form:
             self.refuse_beside_a_grammar("response_format")
+        return asked or form
+
+    def wanted(self, id: str, prompt: Prompt, max_tokens: int | None, logprobs: int | None) -> Wanted:
         return Wanted(
             id,
             prompt,
@@ -147,7 +168,7 @@ class OpenAIBody(SamplingBody):
             stops=self.stop,
             stop_token_ids=self.stop_token_ids,
             ignore_eos=self.ignore_eos,
-            grammar=grammar,
+            grammar=self.structure(),
             terms=self.terms(),
             default_max_tokens=self.default_max_tokens,
             operation=self.operation,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import logging
 import math
@@ -15,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -55,15 +56,27 @@ def main(argv: list[str] | None = None) -> int:
         return 0 if arguments[:1] in (["-h"], ["--help"]) else 2
     try:
         check_environment(os.environ)
-        return commands[arguments[0]](arguments[1:])
+        code = commands[arguments[0]](arguments[1:])
+        sys.stdout.flush()
+        return code
     except (ValidationError, SettingsError) as error:
         print(f"tokenteller: {_fault(error)}", file=sys.stderr)
         return 2
-    except (ConfigError, ValueError, MemoryError) as error:
-        print(f"tokenteller: {error}", file=sys.stderr)
-        return 1
     except KeyboardInterrupt:
-        return 130
+        return 128 + signal.SIGINT
+    except BrokenPipeError:
+        _silence()
+        return 128 + signal.SIGPIPE
+    except (ConfigError, ValueError, MemoryError, OSError) as error:
+        print(f"tokenteller: {error}", file=sys.stderr)
+        _silence()
+        return 1
+
+
+def _silence() -> None:
+    """Nothing more is written to a stdout that takes nothing, not even at the end of the interpreter."""
+    with suppress(io.UnsupportedOperation):  # a stdout that is no file
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _open_standard_streams() -> None:
@@ -225,7 +238,7 @@ def announce(settings: ServeSettings, text: str, event: str, fields: dict[str, A
     try:
         print(text, flush=True)
     except OSError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _silence()
 
 
 def _plan(arguments: list[str]) -> int:
@@ -250,25 +263,32 @@ def _generate(arguments: list[str]) -> int:
     settings = CliApp.run(GenerateSettings, cli_args=arguments)
     body = settings.model_dump(include={"prompt", "max_tokens", "temperature", "seed"}, exclude_none=True)
     headers = {"Authorization": f"Bearer {settings.api_key[0].get_secret_value()}"} if settings.api_key else {}
-    with nullcontext(settings.url) if settings.url else _own_server(settings) as url:
+    with nullcontext(str(settings.url).rstrip("/")) if settings.url else _own_server(settings) as url:
         try:
             with httpx.stream("POST", f"{url}/generate", json=body, headers=headers, timeout=None) as response:
                 _print_text(response)
-        except httpx.TransportError as error:
+        except httpx.RequestError as error:
             raise ValueError(f"no server at {url} ({error}); start one with `tokenteller serve`") from error
+        except (LookupError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
+            told = f"{url}/generate answered {response.status_code}, but not as tokenteller does"
+            raise ValueError(told) from None
     return 0
 
 
 def _print_text(response: httpx.Response) -> None:
+    """Raises ValueError with the server's words; for what is none of ours, one of the errors of reading it."""
     if response.status_code != 200:
         raise ValueError(json.loads(response.read())["error"]["message"])
     for line in response.iter_lines():
-        if line.startswith("data: {"):
-            event = json.loads(line[6:])
-            if event["type"] == "error":
-                raise ValueError(event["error"]["message"])
-            print(event.get("text", ""), end="", flush=True)
-    print()
+        if line == "data: [DONE]":
+            print()
+            return
+        if line.startswith("data: "):
+            frame = json.loads(line[6:])
+            if frame["type"] == "error":
+                raise ValueError(frame["error"]["message"])
+            print(frame.get("text", ""), end="", flush=True)
+    raise LookupError("no end")
 
 
 @contextmanager

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, FilePath, SecretStr
+from pydantic import BeforeValidator, Field, FilePath, HttpUrl, SecretStr
 from pydantic_settings import (
     BaseSettings,
     CliImplicitFlag,
@@ -185,7 +185,7 @@ class GenerateSettings(ModelSettings):
     model_config = SettingsConfigDict(cli_prog_name="tokenteller generate")
 
     prompt: CliPositionalArg[str] = Field(description="the text to continue")
-    url: str | None = Field(None, description="address of a running server (default: load the model in this process)")
+    url: HttpUrl | None = Field(None, description="address of a running server (default: load the model here)")
     api_key: ApiKeys = Field((), description="the key that the server asks for, or @FILE")
     max_tokens: int | None = Field(None, description="tokens to generate")
     temperature: float = Field(1.0, description="0 is greedy")

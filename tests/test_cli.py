@@ -8,14 +8,17 @@ import re
 import socket
 import subprocess
 import sys
+import threading
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from fastapi import FastAPI
 from live import Live, process
 
-from server.__main__ import bind
+from server.__main__ import bind, main
 from server.__main__ import run as serve_app
 from server.engine.runner import usable_cpus
 from server.settings import ServeSettings
@@ -74,6 +77,8 @@ def test_a_pool_too_small_for_one_sequence_is_told_before_any_weight_is_loaded(r
         (["bench", "--streams", "1,,2"], {}, "--streams:"),
         (["serve"], {"TOKENTELLER_PORT": "http"}, "--port"),
         (["generate", "x"], {"TOKENTELLER_PORT": "http"}, "--port"),
+        (["generate", "x", "--url", "localhost:8000"], {}, "--url"),
+        (["generate", "x", "--url", "http://["], {}, "--url"),
         (["bench"], {"TOKENTELLER_PORT": "http"}, "--port"),
         (["plan"], {"TOKENTELLER_KV_MEMROY": "8MiB"}, "did you mean TOKENTELLER_KV_MEMORY?"),
         (["frobnicate"], {}, "usage"),
@@ -138,7 +143,7 @@ def test_ipv6_is_served_and_its_url_can_be_asked(rand: Path) -> None:
 
 
 def test_generate_streams_from_a_running_server(live: Live) -> None:
-    result = run("generate", "hi", "--url", live.url, "--seed", "1", "--max-tokens", "9")
+    result = run("generate", "hi", "--url", f"{live.url}/", "--seed", "1", "--max-tokens", "9")
     assert result.returncode == 0
     assert result.stdout == live.text("hi", seed=1, max_tokens=9) + "\n"
 
@@ -152,6 +157,51 @@ def test_generate_without_a_server_makes_one_of_its_own(rand: Path, live: Live) 
 def test_generate_says_what_the_server_refused(live: Live) -> None:
     result = run("generate", "hi", "--url", live.url, "--max-tokens", "999")
     assert result.returncode == 1 and "at most 254" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("status", "answer"),
+    [
+        (404, b'{"detail": "Not Found"}'),
+        (404, b'{"error": "not here"}'),
+        (404, b"[]"),
+        (502, b"<html>Bad Gateway</html>"),
+        (400, b"\xff"),
+        (307, b""),
+        (200, b"<html>Welcome</html>"),
+        (200, b'data: {"object": "chunk"}\n\ndata: [DONE]\n\n'),
+        (200, b'data: ["x"]\n\n'),
+        (200, b"data: {cut\n\n"),
+    ],
+)
+def test_generate_says_so_when_the_server_is_of_another_kind(
+    status: int, answer: bytes, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Other(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with HTTPServer(("127.0.0.1", 0), Other) as server:
+        threading.Thread(target=server.handle_request).start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        assert main(["generate", "hi", "--url", url]) == 1
+    said = capsys.readouterr().err
+    assert said == f"tokenteller: {url}/generate answered {status}, but not as tokenteller does\n"
+
+
+@pytest.mark.parametrize("command", ["plan", "generate x --max-tokens 9"])
+@pytest.mark.parametrize(("to", "code", "said"), [("> /dev/full", 1, "No space left"), ("| head -c 0", 141, "")])
+def test_an_output_that_takes_nothing_is_no_traceback(rand: Path, command: str, to: str, code: int, said: str) -> None:
+    line = f"set -o pipefail; {sys.executable} -m server {command} --model {rand} {to}"
+    result = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
+    assert result.returncode == code
+    assert said in result.stderr and result.stderr.count("\n") == bool(said)
 
 
 @pytest.mark.parametrize(

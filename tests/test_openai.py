@@ -453,6 +453,37 @@ def test_tokenize_and_detokenize_are_inverse(live: Live) -> None:
     assert live.post("/tokenize", prompt="x", model="nope").status_code == 404
 
 
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"messages": HELLO},
+        {"messages": HELLO, "chat_template_kwargs": {"add_generation_prompt": False}},
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": []}, *HELLO], "tools": [], "user": "me"},
+        {"messages": [{"role": "developer", "content": "<|eos|>", "name": None}, *HELLO]},
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
+        {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]},
+        {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+        {"messages": [{"role": "user", "content": None}]},
+        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+        {"messages": [{"role": "tool", "content": "x"}]},
+        {"messages": [*HELLO, {"role": "system", "content": "refused by the template"}]},
+        {"messages": [None]},
+        {"messages": []},
+        {"messages": HELLO, "tools": [{"type": "function"}]},
+        {"messages": HELLO, "add_generation_prompt": False},
+        {"messages": HELLO, "chat_template_kwargs": []},
+    ],
+)
+def test_tokenize_counts_what_chat_counts_and_refuses_what_chat_refuses(live: Live, body: dict[str, Any]) -> None:
+    chat = live.post("/v1/chat/completions", **body, max_tokens=1)
+    counted = live.post("/tokenize", **body)
+    assert counted.is_success == chat.is_success
+    if chat.is_success:
+        assert counted.json()["count"] == chat.json()["usage"]["prompt_tokens"]
+    else:
+        assert counted.json() == chat.json()
+
+
 def test_a_closed_stream_of_many_prompts_frees_everything(live: Live) -> None:
     body = {"prompt": ["a", "b", "c"], "max_tokens": 200, "stream": True, "n": 2, "ignore_eos": True}
     with httpx.stream("POST", live.url + "/v1/completions", json=body) as response:

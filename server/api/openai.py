@@ -13,12 +13,12 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Sequence, Set
 from typing import Any, ClassVar, Literal
 
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
-from pydantic import ConfigDict, Field, field_validator
+from pydantic import ConfigDict, Field, field_validator, model_validator
 
 from model.chat import ChatTemplateError
 from model.grammar import Kind
@@ -140,14 +140,7 @@ class OpenAIBody(SamplingBody):
 
     @classmethod
     def screen(cls, given: dict[str, Any]) -> None:
-        for name, harmless in _UNSUPPORTED.items():
-            value = given.get(name)
-            if name not in cls.model_fields and value is not None and not any(_same(value, one) for one in harmless):
-                remedy = f"use {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
-                raise Unprocessable(f"{name} is not supported here; {remedy}", param=name)
-        unknown = given.keys() - cls.model_fields.keys() - _INERT - _UNSUPPORTED.keys()
-        if unknown:
-            log.info("fields ignored: %s", ", ".join(repr(name[:60]) for name in sorted(unknown)[:10]))
+        _screen(given, cls.model_fields.keys())
 
     def structure(self) -> tuple[Kind, str] | None:
         asked = super().structure()
@@ -173,6 +166,18 @@ class OpenAIBody(SamplingBody):
             default_max_tokens=self.default_max_tokens,
             operation=self.operation,
         )
+
+
+def _screen(given: dict[str, Any], known: Set[str]) -> None:
+    """Refuses what is not supported and logs what is ignored. Raises Unprocessable."""
+    for name, harmless in _UNSUPPORTED.items():
+        value = given.get(name)
+        if name not in known and value is not None and not any(_same(value, one) for one in harmless):
+            remedy = f"use {_INSTEAD[name]}" if name in _INSTEAD else "leave it out"
+            raise Unprocessable(f"{name} is not supported here; {remedy}", param=name)
+    unknown = given.keys() - known - _INERT - _UNSUPPORTED.keys()
+    if unknown:
+        log.info("fields ignored: %s", ", ".join(repr(name[:60]) for name in sorted(unknown)[:10]))
 
 
 def _same(value: Any, other: Any) -> bool:
@@ -224,6 +229,22 @@ class Message(Body):
     role: Literal["system", "developer", "user", "assistant"]
     content: str = Field(description="text, or an array of text parts, which are joined by line ends")
     name: str | None = Field(None, pattern=r"^[A-Za-z0-9_-]{1,64}$")
+    tool_calls: Any = Field(None, description="not supported here")
+    function_call: Any = Field(None, description="not supported here")
+    audio: Any = Field(None, description="not supported here")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _an_assistant_may_say_nothing(cls, given: Any) -> Any:
+        silent = isinstance(given, dict) and given.get("role") == "assistant" and given.get("content") is None
+        return given | {"content": ""} if silent else given
+
+    @field_validator("tool_calls", "function_call", "audio", mode="before")
+    @classmethod
+    def _unsupported(cls, value: Any) -> Any:
+        if value:
+            raise ValueError("is not supported here; leave it out")
+        return value
 
     @field_validator("role", mode="before")
     @classmethod
@@ -274,13 +295,6 @@ class ChatBody(OpenAIBody):
         lengths = [given[name] for name in ("max_tokens", "max_completion_tokens") if given.get(name) is not None]
         if len(lengths) == 2 and lengths[0] != lengths[1]:
             raise Unprocessable("max_tokens and max_completion_tokens differ; give one", param="max_tokens")
-        for at, message in enumerate(given["messages"] if isinstance(given.get("messages"), list) else ()):
-            if isinstance(message, dict):
-                for name in ("tool_calls", "function_call", "audio"):
-                    if message.get(name):
-                        raise Unprocessable(f"{name} in a message is not supported here", param=f"messages.{at}.{name}")
-                if message.get("role") == "assistant" and message.get("content") is None:
-                    message["content"] = ""
 
 
 class Answer(ABC):
@@ -570,7 +584,7 @@ async def chat_completions(request: Request) -> Response:
     service = service_of(request)
     body = await read(request, ChatBody, service.settings.max_body)
     _check_model(service, body.model)
-    prompt = await _conversation(service, body)
+    prompt = await _conversation(service, body.messages, body.chat_template_kwargs)
     logprobs = (body.top_logprobs or 0) if body.logprobs else None
     answer = ChatCompletion(service, body, f"chatcmpl-{secrets.token_hex(12)}")
     max_tokens = body.max_completion_tokens or body.max_tokens
@@ -578,11 +592,10 @@ async def chat_completions(request: Request) -> Response:
     return await _answer(request, answer, [wanted])
 
 
-async def _conversation(service: Service, body: ChatBody) -> list[int]:
-    messages = [message.for_template() for message in body.messages]
-    tokenizer, variables = service.streams.tokenizer, body.chat_template_kwargs
+async def _conversation(service: Service, messages: Sequence[Message], variables: dict[str, Any]) -> list[int]:
+    told = [message.for_template() for message in messages]
     try:
-        return await asyncio.to_thread(tokenizer.encode_chat, messages, variables)
+        return await asyncio.to_thread(service.streams.tokenizer.encode_chat, told, variables)
     except ChatTemplateError as error:
         raise BadRequest(str(error), param="messages") from None
 
@@ -622,7 +635,12 @@ class TokenizeBody(Body):
     model: str | None = None
     prompt: str | None = Field(None, description="text; or give messages")
     messages: list[Message] | None = Field(None, min_length=1)
+    chat_template_kwargs: dict[str, Any] = Field({}, description="more variables for the chat template")
     add_special_tokens: bool = Field(True, description="whether BOS comes before a text, if the model has one")
+
+    @classmethod
+    def screen(cls, given: dict[str, Any]) -> None:
+        _screen(given, cls.model_fields.keys())
 
 
 class DetokenizeBody(Body):
@@ -636,7 +654,7 @@ class DetokenizeBody(Body):
 
 @router.post("/tokenize", openapi_extra=document(TokenizeBody))
 async def tokenize(request: Request) -> Response:
-    """Token ids of a text."""
+    """Token ids of a text, or of a conversation as the model gets it."""
     service = service_of(request)
     body = await read(request, TokenizeBody, service.settings.max_body)
     _check_model(service, body.model)
@@ -644,7 +662,7 @@ async def tokenize(request: Request) -> Response:
     if (body.prompt is None) == (body.messages is None):
         raise Unprocessable("give either prompt or messages", param="prompt")
     if body.messages is not None:
-        ids = await _conversation(service, ChatBody.model_construct(messages=body.messages, chat_template_kwargs={}))
+        ids = await _conversation(service, body.messages, body.chat_template_kwargs)
     else:
         ids = await asyncio.to_thread(tokenizer.encode, body.prompt or "", add_bos=body.add_special_tokens)
     context = service.engine.scheduler.ledger.layout.max_context

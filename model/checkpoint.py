@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -48,13 +49,16 @@ def load(
         decoder = Decoder(config, weights, storage, device, max_context)
     except WeightError as error:
         raise weights.told(error) from error
+    except ConfigError as error:
+        raise CheckpointError(f"{path}: {error}") from error
     give_back_memory()
     return Checkpoint(_name(model, path), config, decoder, tokenizer)
 
 
 def _name(model: str, path: Path) -> str:
     """What the model is called to clients, if not told otherwise: as it was asked for, a path by its last part."""
-    return (path.stem if path.is_file() else path.name) if Path(model).exists() else model
+    last = Path(os.path.abspath(path))  # '.' has no last part
+    return (last.stem if path.is_file() else last.name) if Path(model).exists() else model
 
 
 def give_back_memory() -> None:
@@ -98,7 +102,8 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
         content = token.get("content") if isinstance(token, dict) else token
         if isinstance(content, str):
             names[name] = content
-    return _tokenizer(path, backend, config, _bos(backend), stops, _chat_template(directory, settings), names)
+    bos = named(path, lambda: _bos(backend))
+    return _tokenizer(path, backend, config, bos, stops, _chat_template(directory, settings), names)
 
 
 def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from model import kernels
 from model.attention import Attention, Batch, rope_table
-from model.config import Activation, ModelConfig, Storage
+from model.config import Activation, ConfigError, ModelConfig, Storage
+from model.kv_memory import size
 from model.kv_pool import KVPool
 from model.linear import DTYPES, Linear, find_safe_rows
 
@@ -124,7 +125,8 @@ class Decoder:
         """weights: tensors under the names Llama has in Hugging Face files, read one at a time, all of them used.
 
         max_context: no position from there on will come (default: the model's own). Raises WeightError naming the
-        tensor that is missing, too many, or of another shape than the config says.
+        tensor that is missing, too many, or of another shape than the config says, ConfigError for a context that is
+        too long for a table of its positions.
         """
         take = _Weights(config, weights, storage, device)
         self.config = config
@@ -135,7 +137,7 @@ class Decoder:
         if config.rope is None:
             self.positions = take.matrix("model.embed_positions.weight", config.max_context, config.width)
         factors = take.optional("rope_freqs.weight", config.head_dim // 2) if config.rope else None
-        cos, sin = rope_table(config, max_context or config.max_context, factors)  # [max_context, D/2]
+        cos, sin = _rope_table(config, max_context or config.max_context, factors)  # [max_context, D/2]
         self.cos, self.sin = cos.to(self.device), sin.to(self.device)
         self.blocks = [take.block(layer) for layer in range(config.num_layers)]
         self.norm = take.norm("model.norm", config.width)
@@ -222,6 +224,16 @@ class Decoder:
             return find_safe_rows(self.linears(), max_rows)
 
 
+def _rope_table(config: ModelConfig, rows: int, factors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    needs = f"a context of {rows:,} tokens needs {size(4 * rows * config.head_dim)} of RoPE angles"
+    if rows > 2**24:
+        raise ConfigError(f"{needs}, and fp32 counts positions to {2**24:,} only; --max-context lowers it")
+    try:
+        return rope_table(config, rows, factors)
+    except RuntimeError as error:  # torch's word for no memory
+        raise ConfigError(f"{needs}, and there is no memory for them; --max-context lowers it") from error
+
+
 def _vectors(norm: Callable[[torch.Tensor], torch.Tensor] | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:
     """A norm's weight and bias as arrays, empty where there is none."""
     parts = (getattr(norm, "weight", None), getattr(norm, "bias", None))
@@ -277,6 +289,8 @@ class _Weights:
             raise WeightError(name, f"has shape {list(tensor.shape)}; the config asks for {list(shape)}")
         if not tensor.dtype.is_floating_point:
             raise WeightError(name, f"holds {tensor.dtype}; weights are floating-point numbers")
+        if tensor.itemsize == 1:
+            tensor = tensor.float()  # torch moves fp8 about and does no sums in it
         if self.storage in ("fp16", "int8", "int4") and tensor.ndim > 1 and tensor.dtype != torch.float16:
             least, most = (float(value) for value in torch.aminmax(tensor))
             if max(-least, most) > torch.finfo(torch.float16).max:

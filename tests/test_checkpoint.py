@@ -12,15 +12,15 @@ from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB, byte_tokenizer, config_of, random_hf, random_llama, tape
+from checkpoints import VOCAB, byte_tokenizer, config_of, random_hf, random_llama, tape, to_gguf
 from live import serve
 from safetensors.torch import load_file, save_file
 from test_parity import TOKENS, close, forward, twin_of
-from tokenizers import processors
+from tokenizers import Tokenizer, models, processors
 
 from model.chat import ChatTemplateError
 from model.checkpoint import CheckpointError, Progress, load
-from model.config import ConfigError, ModelConfig
+from model.config import ConfigError, ModelConfig, Storage
 from model.kv_memory import KVLayout
 from model.kv_pool import KVPool
 
@@ -172,6 +172,9 @@ class TestShards:
             assert str(index) in self.refused(sharded)
 
 
+WORDS_WITHOUT_UNKNOWN = Tokenizer(models.WordLevel({"foo": 0, "bar": 1}, unk_token="zz")).to_str()
+
+
 @pytest.mark.parametrize(
     ("file", "content", "named"),
     [
@@ -186,6 +189,7 @@ class TestShards:
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "tokenizer_config.json: 'chat_template': "),
         ("chat_template.jinja", "{{ messages.__class__.__base__ }}", "chat_template.jinja: 'chat_template': "),
         ("chat_template.jinja", "{% for i in range(3000000) %}{% endfor %}", "chat_template.jinja: 'chat_template': "),
+        ("tokenizer.json", WORDS_WITHOUT_UNKNOWN, "tokenizer.json: WordLevel error: Missing [UNK] token"),
         ("config.json", '{"model_type": "llama", "num_attention_heads": 1e400}', "'num_attention_heads' is inf"),
         ("model.safetensors", None, "model.safetensors: no such file; weights are read from safetensors or GGUF"),
         ("model.safetensors", "junk", "model.safetensors: "),
@@ -219,6 +223,26 @@ def test_half_precision_files_are_served_as_what_they_hold(tmp_path: Path, dtype
     save_file(weights, directory / "model.safetensors")
     twin = twin_of(directory)
     close(forward(twin.decoder, twin.pool(), (0, TOKENS[:20], 0)), twin.expected(TOKENS[:20]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2])
+@pytest.mark.parametrize("storage", ["fp32", "bf16", "fp16", "int8", "int4"])
+def test_fp8_files_are_the_model_with_its_weights_rounded(tmp_path: Path, dtype: torch.dtype, storage: Storage) -> None:
+    weights = load_file(random_llama(tmp_path / "fp8") / "model.safetensors")
+    rounded = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    save_file(rounded, tmp_path / "fp8" / "model.safetensors")
+    twin = edited(random_llama(tmp_path / "twin"), {name: tensor.float() for name, tensor in rounded.items()})
+    a, b = (load(str(directory), storage).decoder for directory in (tmp_path / "fp8", twin))
+    pools = [KVPool(KVLayout.of(a.config, 64), slots=1) for _ in range(2)]
+    assert torch.equal(forward(a, pools[0], (0, TOKENS[:20], 0)), forward(b, pools[1], (0, TOKENS[:20], 0)))
+
+
+def test_a_context_beyond_what_a_table_can_hold_is_refused_with_numbers_and_max_context_helps(tmp_path: Path) -> None:
+    directory = str(edited(random_llama(tmp_path), {}, max_position_embeddings=2**30))
+    said = "a context of 1,073,741,824 tokens needs 64 GiB of RoPE angles, .*; --max-context lowers it$"
+    with pytest.raises(CheckpointError, match=said):
+        load(directory, "fp32")
+    assert load(directory, "fp32", max_context=64).decoder.cos.shape == (64, 8)
 
 
 class TestStopsAndTemplate:
@@ -298,6 +322,16 @@ def test_a_server_that_cannot_load_says_why_in_one_line_and_exits_with_1(tmp_pat
 
 
 class TestWhereModelsComeFrom:
+    @pytest.mark.parametrize("path", [".", "../small", "deeper/..", "small.gguf", "../small/."])
+    def test_a_path_is_called_by_its_last_part(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str
+    ) -> None:
+        directory = random_llama(tmp_path / "small")
+        to_gguf(directory, directory / "small.gguf")
+        (directory / "deeper").mkdir()
+        monkeypatch.chdir(directory)
+        assert load(path, "fp32").name == "small"
+
     def test_a_name_that_is_nothing_says_what_may_stand_there(self) -> None:
         with pytest.raises(ConfigError, match=r"no directory, no \.gguf file, no hub name"):
             ModelConfig.read("no-such-thing")

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import httpx
 import pytest
 from live import Live, joined, serve
+
+from model.kv_memory import PAGE_BYTES
 
 
 def test_a_stream_is_one_start_then_tokens_then_one_end(live: Live) -> None:
@@ -68,6 +72,20 @@ def test_the_context_can_be_filled_to_the_last_row(live: Live) -> None:
     assert refused.status_code == 422 and error["code"] == "never_fits"
     assert error["max_tokens_that_fits"] == 56 and error["max_context"] == 256 and error["prompt_tokens"] == 200
     assert error["needed_bytes"] > 0 and error["pool_bytes"] > 0
+
+
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("asked", [300, 10**20, 10**39])
+def test_what_never_fits_is_told_its_true_need_however_much_it_asks(
+    live: Live, monkeypatch: pytest.MonkeyPatch, paged: bool, asked: int
+) -> None:
+    ledger = live.service.engine.scheduler.ledger
+    layout = ledger.layout
+    monkeypatch.setattr(ledger, "layout", replace(layout, paged=paged))
+    error = live.post(prompt=[7], max_tokens=asked).json()["error"]
+    formula = layout.bytes_per_token * asked  # one prompt token, and the last one is not fed back
+    assert formula <= error["needed_bytes"] < formula + layout.lanes * PAGE_BYTES
+    assert f"needs {error['needed_bytes']} bytes" in error["message"]
 
 
 @pytest.mark.parametrize(

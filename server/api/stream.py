@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 
 from model.grammar import Grammar, GrammarError, Grammars, Kind
 from model.kv_memory import rows_max
@@ -568,7 +568,8 @@ class Streams:
         wanted = min(default, most) if asked is None else asked
         if 1 <= wanted <= most:
             return wanted
-        needed = layout.committed(min(rows_max(prompt_tokens, max(wanted, 1)), 2**40))
+        rows = rows_max(prompt_tokens, max(wanted, 1))
+        needed = replace(layout, max_context=max(rows, context)).committed(rows)
         numbers = {
             "prompt_tokens": prompt_tokens,
             "max_context": context,

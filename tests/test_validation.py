@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import socket
 import threading
 import time
@@ -19,9 +20,10 @@ from hypothesis import strategies as st
 from live import Live, parse_sse, serve
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from server.api.body import Body
+from server.api.body import Body, validate
 from server.api.generate import GenerateBody
-from server.api.openai import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from server.api.openai import ChatBody, CompletionBody, DetokenizeBody, Message, StreamOptions, TokenizeBody
+from server.errors import ApiError
 
 BODIES: dict[str, type[Body]] = {
     "/generate": GenerateBody,
@@ -188,6 +190,34 @@ def test_a_body_is_strict_json_of_bounded_depth(client: httpx.Client, body: byte
     if status != 200:
         assert response.json()["error"]["message"]
     assert time.monotonic() - began < 20, "no body takes for ever"
+
+
+ODD: list[Any] = [True, 5, -1, 1.5, 10**39, "", "x" * 300, [], [1], ["x"] * 100, [{}], {"a": 1}, {"7": "x"}]
+ODD += [{str(key): 1 for key in range(2000)}]
+
+
+@pytest.mark.parametrize("path", PATHS)
+def test_a_fault_is_told_in_the_clients_words(path: str) -> None:
+    model, base = BODIES[path], BASE[path]
+    bodies = [base | {field: value} for field in model.model_fields for value in ODD]
+    if "messages" in model.model_fields:
+        message = {"role": "user", "content": "x"}
+        bodies += [{"messages": [message | {key: value}]} for key in Message.model_fields for value in ODD]
+    if "response_format" in model.model_fields:
+        schema = {"name": "x", "schema": {}, "strict": True}
+        form = {"type": "json_schema", "json_schema": schema}
+        bodies += [base | {"response_format": form | {key: value}} for key in form for value in ODD]
+        forms = [form | {"json_schema": schema | {key: value}} for key in schema for value in ODD]
+        bodies += [base | {"response_format": one} for one in forms]
+        bodies += [base | {"stream_options": {key: value}} for key in StreamOptions.model_fields for value in ODD]
+    told = []
+    for body in bodies:
+        try:
+            validate(body, model)
+        except ApiError as error:
+            told.append(error.message)
+    strange = re.compile(r"should|Input|instance|valid|None")
+    assert len(told) > 10 and not [message for message in told if strange.search(message)]
 
 
 @pytest.mark.parametrize("path", PATHS)

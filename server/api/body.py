@@ -265,10 +265,13 @@ def _named(error: ValidationError) -> Unprocessable:
         return Unprocessable(f"unknown field {names}", param=unknown[0][:100])
     fault = faults[0]
     field = ".".join(str(part)[:60] for part in fault["loc"]) or None
+    given, numbers = fault["input"], fault.get("ctx", {})
+    if isinstance(given, str | list | dict):
+        numbers["length"] = len(given)
     said = _SAID.get(fault["type"])
-    message = said.format_map(fault.get("ctx", {})) if said else fault["msg"].removeprefix("Value error, ")
-    if isinstance(fault["input"], bool | int | float):
-        message += f", got {json.dumps(fault['input'])}"
+    message = said.format_map(numbers) if said else fault["msg"].removeprefix("Value error, ")
+    if isinstance(given, bool | int | float):
+        message += f", got {json.dumps(given)}"
     return Unprocessable(f"{field}: {message}" if field else message, param=field)
 
 
@@ -284,9 +287,12 @@ _SAID = {
     "string_type": "must be a string",
     "list_type": "must be an array",
     "dict_type": "must be an object",
+    "model_type": "must be an object",
     "string_too_short": "must have at least {min_length} character",
-    "string_too_long": "must have at most {max_length} characters",
-    "too_long": "must have at most {max_length} entries, got {actual_length}",
+    "string_too_long": "must have at most {max_length} characters, got {length}",
+    "string_pattern_mismatch": "must match {pattern}",
+    "too_short": "must have at least {min_length} entry",
+    "too_long": "must have at most {max_length} entries, got {length}",
     "literal_error": "must be {expected}",
 }
 

@@ -21,7 +21,7 @@ import torch
 
 from model import kernels
 from model.decoder import Decoder
-from model.kv_memory import size
+from model.kv_memory import rows_max, size
 from model.kv_pool import KVPool
 from model.linear import Linear
 from model.sampler import SamplingParams
@@ -97,7 +97,7 @@ async def decode(service: Service, clock: Clock, settings: BenchSettings, rows: 
 
     async def read(number: int) -> None:
         sampling = SamplingParams(settings.temperature, seed=number)
-        wanted = Wanted(f"bench-{number}", prompt, settings.steps + 16, sampling, ignore_eos=True)
+        wanted = Wanted(f"bench-{number}", prompt, _tokens(settings), sampling, ignore_eos=True)
         async for _ in frames(service, await service.streams.open(wanted)):
             pass
 
@@ -105,6 +105,9 @@ async def decode(service: Service, clock: Clock, settings: BenchSettings, rows: 
     clock.measure(rows)
     await asyncio.gather(*map(read, range(rows)))
     steps = sorted(clock.steps[2:], key=lambda step: step["step"])
+    if not steps:
+        ended = f"of {rows} sequences the first had made {_tokens(settings)} tokens"
+        raise ValueError(f"{ended} before all had begun: give more than --steps {settings.steps}")
     steps = steps[len(steps) // 4 : -(len(steps) // 4) or None]  # the middle half: parts add up, and no pause counts
     mean = {name: sum(step[name] for step in steps) / len(steps) for name in steps[0]}
     return mean | {
@@ -113,6 +116,11 @@ async def decode(service: Service, clock: Clock, settings: BenchSettings, rows: 
         "hand_over": mean["step"] - mean["run"] - mean["plan"] - mean["commit"],
         "loop": median(clock.loop or [0.0]),
     }
+
+
+def _tokens(settings: BenchSettings) -> int:
+    """How many a sequence makes, so that all decode together for so many steps once the last has begun."""
+    return settings.steps + 16 + max(settings.streams) // 16
 
 
 def seconds_of(call: Callable[[], object]) -> float:
@@ -196,13 +204,15 @@ def floor(decoder: Decoder, kv_bytes: int, rows: int, context: int) -> dict[str,
 
 
 def bench(settings: BenchSettings) -> dict[str, Any]:
-    """All that is measured, in seconds and bytes. Raises what create_app raises, ValueError for too many steps."""
+    """All that is measured, in seconds and bytes. Raises what create_app raises, ValueError for too much at once."""
     start, warm_up = Clock(), Runner.warm_up
     imported = _age()
     start.wrap(Runner, "warm_up")
     try:
         chosen = settings.model_dump(include={*ModelSettings.model_fields, "threads"}, exclude={"slots"})
-        app = root.create_app(ServeSettings(**chosen, slots=max(settings.streams)))
+        most = max(settings.streams)
+        chosen |= {"slots": most, "queue_limit": most, "queue_tokens": most * max(settings.context, *CONTEXTS)}
+        app = root.create_app(ServeSettings(**chosen, speculate=0))
     finally:
         Runner.warm_up = warm_up  # type: ignore[method-assign]
     ready, compiled = _age(), start.seconds["warm_up"]  # or read back what was compiled before, and two steps
@@ -215,12 +225,22 @@ async def _measured(settings: BenchSettings, app: Any, start: dict[str, float]) 
         service, clock = app.state.service, Clock()
         clock.watch(service)
         plan, runner = service.plan, service.engine.runner
-        longest = plan.max_context - settings.steps - 16
+        tokens, most = _tokens(settings), max(settings.streams)
+        longest = plan.max_context - tokens
         if longest < 1:
             raise ValueError(f"--steps {settings.steps} leaves no room in a context of {plan.max_context}")
+
+        def needed(rows: int, context: int) -> int:
+            return rows * runner.pool.layout.committed(rows_max(context, tokens))
+
         cases = [(rows, min(settings.context, longest)) for rows in settings.streams]
+        for rows, context in cases:
+            if needed(rows, context) > plan.pool_bytes:
+                bytes_ = f"{size(needed(rows, context))} of K/V, the pool has {size(plan.pool_bytes)}"
+                raise ValueError(f"--streams {rows}: so many sequences of {context} + {tokens} tokens need {bytes_}")
         if settings.profile:
-            cases += [(max(settings.streams), context) for context in CONTEXTS if context <= longest]
+            grown = (context for context in CONTEXTS if context <= longest)
+            cases += [(most, context) for context in grown if needed(most, context) <= plan.pool_bytes]
         points = [
             {"streams": rows, "context": n} | await decode(service, clock, settings, rows, n) for rows, n in cases
         ]

@@ -7,9 +7,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import tape
 
 from server.__main__ import main
 from server.bench import PARTS, bench_text
+from server.settings import ServeSettings
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -55,3 +57,38 @@ def test_what_cannot_be_measured_is_wrong_usage(wrong: list[str], capsys: pytest
 def test_more_steps_than_the_context_has_is_told(rand: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--model", str(rand), "--steps", "250"]) == 1
     assert "context of 256" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        (["--streams", "1,8", "--kv-memory", "64KiB"], "--streams 8: so many sequences of 16 + 24 tokens need 256 KiB"),
+        (["--streams", "64", "--prefill-chunk", "1"], "give more than --steps 8"),
+    ],
+)
+def test_what_cannot_decode_together_is_one_line(
+    rand: Path, wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["bench", "--model", str(rand), "--steps", "8", "--context", "16", *wrong]) == 1
+    told = capsys.readouterr().err
+    assert said in told and told.count("\n") == 1
+
+
+def test_a_step_has_no_guesses_whatever_serve_is_set_to(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TOKENTELLER_SPECULATE", "8")
+    monkeypatch.setattr("server.engine.scheduler.WORTH_GUESSING_S", 0.0)
+    flags = ("--streams", "1", "--context", "16", "--temperature", "0")
+    report = told(capsys, "--model", str(tape(tmp_path, "a" * 64)), *flags)
+    assert report["points"][0]["tokens_per_s"] > 0
+
+
+def test_the_queue_takes_all_whatever_serve_is_set_to(monkeypatch: pytest.MonkeyPatch) -> None:
+    def create_app(settings: ServeSettings) -> None:
+        assert settings.slots == settings.queue_limit == 4096 and settings.queue_tokens >= 4096 * 5000
+        raise MemoryError
+
+    monkeypatch.setenv("TOKENTELLER_QUEUE_LIMIT", "1")
+    monkeypatch.setattr("server.api.app.create_app", create_app)
+    assert main(["bench", "--streams", "1,4096", "--context", "5000"]) == 1

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import csv
+import math
 import random
 import sys
 import time
@@ -33,6 +34,7 @@ from server.engine.sequence import Finished, Request, Started, Step
 
 GREEDY = SamplingParams(temperature=0.0)
 GO_ON, END = Sampled(0), Sampled(1)
+COLUMNS = ("arrival", "prompt", "max_tokens", "output")
 RULES = ("reserve", "peak", "learned", "optimistic", "restart")
 
 
@@ -96,10 +98,31 @@ def mix_jobs(mix: str, requests: int, seed: int) -> Iterator[Job]:
         yield Job(0.0, *MIXES[mix](rng))
 
 
+class TraceError(Exception):
+    """A trace that cannot be read; with the line."""
+
+
 def trace_jobs(path: str) -> Iterator[Job]:
-    with open(path, newline="") as file:
-        for row in csv.DictReader(file):
-            yield Job(float(row["arrival"]), int(row["prompt"]), int(row["max_tokens"]), int(row["output"]))
+    """Raises TraceError."""
+    line, before = 1, 0.0
+    try:
+        with open(path, newline="") as file:
+            rows = csv.DictReader(file, restval="")
+            if not set(COLUMNS) <= set(rows.fieldnames or ()):
+                raise ValueError(f"want the columns {', '.join(COLUMNS)}")
+            for row in rows:
+                line = rows.line_num
+                job = Job(float(row["arrival"]), *(int(row[name]) for name in COLUMNS[1:]))
+                if not before <= job.arrival < math.inf:
+                    raise ValueError(f"arrival {job.arrival:g} is before {before:g} or no time")
+                if job.prompt < 1 or not 1 <= job.output <= job.max_tokens:
+                    raise ValueError("want a prompt of at least 1 and an output of 1 to max_tokens")
+                before = job.arrival
+                yield job
+        if line == 1:
+            raise ValueError("no request")
+    except (OSError, ValueError, csv.Error) as error:
+        raise TraceError(f"{path}, line {line}: {error}") from None
 
 
 @dataclass(slots=True)
@@ -112,11 +135,22 @@ class Figures:
     running: int = 0  # summed over the steps
     held_bytes: int = 0  # summed over the steps
     held_steps: int = 0  # steps that a running sequence had to sit out
+    refused: int = 0  # can never fit, as a server would say at once
     evicted: int = 0
     late: int = 0  # started later than told
     queued: array[float] = field(default_factory=lambda: array("d"))  # small even for millions
     told: array[float] = field(default_factory=lambda: array("d"))  # real wait / told wait, of those that had to wait
     cpu_s: float = 0.0
+
+
+def that_fit(jobs: Iterator[Job], layout: KVLayout, pool_bytes: int, figures: Figures) -> Iterator[Job]:
+    """Leaves out and counts the jobs that neither the context nor the pool could ever hold."""
+    most = min(layout.max_context, layout.rows_that_fit(pool_bytes) + 1)  # the last token takes no row
+    for job in jobs:
+        if job.prompt + job.max_tokens <= most:
+            yield job
+        else:
+            figures.refused += 1
 
 
 class Simulation:
@@ -294,11 +328,24 @@ class Optimistic:
                 self.figures.tokens += sequence.job.output
 
 
+LEAST = {
+    "requests": 1,
+    "queue": 1,
+    "slots": 1,
+    "pool_rows": 16,
+    "max_context": 2,
+    "chunk": 1,
+    "bypass_limit": 0,
+    "step_ms": 0,
+    "row_us": 0,
+}
+
+
 def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--mix", choices=MIXES, nargs="*", default=list(MIXES))
+    parser.add_argument("--mix", choices=MIXES, nargs="+", default=list(MIXES))
     parser.add_argument("--trace", help="a CSV file in place of the mixes")
-    parser.add_argument("--rule", choices=RULES, nargs="*", default=list(RULES))
+    parser.add_argument("--rule", choices=RULES, nargs="+", default=list(RULES))
     parser.add_argument("--requests", type=int, default=1000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--queue", type=int, default=64, help="requests that wait at once")
@@ -309,7 +356,12 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--bypass-limit", type=int, default=4)
     parser.add_argument("--step-ms", type=float, default=1000.0)
     parser.add_argument("--row-us", type=float, default=0.0)
-    return parser.parse_args(argv)
+    options = parser.parse_args(argv)
+    for name, least in LEAST.items():
+        value = getattr(options, name)
+        if not least <= value < math.inf:
+            parser.error(f"--{name.replace('_', '-')} {value:g}: want at least {least}")
+    return options
 
 
 HEAD = (
@@ -319,6 +371,7 @@ HEAD = (
     "pool used",
     "steps",
     "held %",
+    "refused",
     "evicted",
     "late",
     "told p50",
@@ -336,22 +389,31 @@ def row(name: str, rule: str, figures: Figures, pool_bytes: int, requests: int) 
     return (
         name,
         rule,
-        f"{figures.running / figures.steps:.1f}",
-        f"{figures.held_bytes / figures.steps / pool_bytes:.2f}",
+        f"{figures.running / max(1, figures.steps):.1f}",
+        f"{figures.held_bytes / max(1, figures.steps) / pool_bytes:.2f}",
         f"{figures.steps:,}",
         f"{100 * figures.held_steps / max(1, figures.running):.3f}",
+        f"{figures.refused:,}",
         f"{figures.evicted:,}",
         f"{figures.late}",
         *(f"{told[len(told) * percent // 100]:.2f}" if told else "" for percent in (50, 90)),
         f"{figures.time:,.0f}",
-        f"{queued[len(queued) // 2]:,.0f}",
-        f"{queued[len(queued) * 99 // 100]:,.0f}",
+        *(f"{queued[len(queued) * percent // 100]:,.0f}" if queued else "" for percent in (50, 99)),
         *(f"{count / max(figures.cpu_s, 1e-9):,.0f}" for count in (requests, figures.tokens)),
     )
 
 
 def main(argv: list[str] | None = None) -> int:
     options = arguments(argv)
+    try:
+        simulate(options)
+    except TraceError as error:
+        print(f"simulate: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+def simulate(options: argparse.Namespace) -> None:
     layout = KVLayout(1, 1, 64, options.max_context)  # one layer, one head: a page holds 16 rows
     pool_bytes = layout.committed(16) * options.pool_rows // 16
     print("".join(f"{title:>12}" for title in HEAD))
@@ -359,12 +421,12 @@ def main(argv: list[str] | None = None) -> int:
         for rule in options.rule:
             jobs = trace_jobs(name) if options.trace else mix_jobs(name, options.requests, options.seed)
             if rule in ("optimistic", "restart"):
-                figures = Optimistic(options, layout, pool_bytes, rule == "optimistic").run(jobs)
+                server: Optimistic | Simulation = Optimistic(options, layout, pool_bytes, rule == "optimistic")
             else:
-                figures = Simulation(options, rule, layout, pool_bytes).run(jobs)
+                server = Simulation(options, rule, layout, pool_bytes)
+            figures = server.run(that_fit(jobs, layout, pool_bytes, server.figures))
             cells = row(Path(name).name, rule, figures, pool_bytes, len(figures.queued))
             print("".join(f"{cell:>12}" for cell in cells), flush=True)
-    return 0
 
 
 if __name__ == "__main__":

@@ -147,6 +147,70 @@ def test_a_trace_is_simulated_at_its_own_times(tmp_path: Path) -> None:
     assert (figures.steps, figures.tokens, figures.time, list(figures.queued)) == (50, 50, 130.0, [0.0, 0.0])
 
 
+HEADING = "arrival,prompt,max_tokens,output\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (None, "line 1: [Errno 2] No such file"),
+        ("", "line 1: want the columns arrival, prompt, max_tokens, output"),
+        ("a,b\n1,2\n", "line 1: want the columns arrival, prompt, max_tokens, output"),
+        (HEADING, "line 1: no request"),
+        (HEADING + "0,10,5,5\n1,10\n", "line 3: invalid literal for int()"),
+        (HEADING + "nan,10,5,5\n", "line 2: arrival nan"),
+        (HEADING + "inf,10,5,5\n", "line 2: arrival inf"),
+        (HEADING + "5,10,5,5\n1,10,5,5\n", "line 3: arrival 1 is before 5"),
+        (HEADING + "0,0,5,5\n", "line 2: want a prompt of at least 1"),
+        (HEADING + "0,10,5,6\n", "line 2: want a prompt of at least 1 and an output of 1 to max_tokens"),
+    ],
+)
+def test_a_wrong_trace_is_one_line_with_its_number_and_exit_code_2(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
+) -> None:
+    trace = tmp_path / "trace.csv"
+    if text is not None:
+        trace.write_text(text)
+    assert simulate.main(["--trace", str(trace)]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(f"simulate: {trace}, {said}") and told.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "--requests 0",
+        "--slots 0",
+        "--queue 0",
+        "--chunk 0",
+        "--pool-rows 1",
+        "--max-context 1",
+        "--step-ms nan",
+        "--mix",
+    ],
+)
+def test_a_simulation_that_could_not_end_is_wrong_usage(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        simulate.arguments(wrong.split())
+    assert ended.value.code == 2 and wrong.split()[0] in capsys.readouterr().err
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("rule", simulate.RULES)
+def test_what_can_never_fit_is_refused_as_a_server_would(
+    rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A context of 64 and a pool of 48 rows: 39 + 10 tokens need all of it, one more or a longer prompt never fits."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text(HEADING + "0,39,10,10\n0,40,10,1\n0,999,5,2\n0,1,3,3\n")
+    flags = ["--trace", str(trace), "--rule", rule, "--pool-rows", "48", "--max-context", "64"]
+    assert simulate.main(flags) == 0
+    heading, figures = capsys.readouterr().out.splitlines()
+    assert figures[heading.index("refused") - 5 :].split()[0] == "2"
+    trace.write_text(HEADING + "0,999,5,2\n")
+    assert simulate.main(flags) == 0
+
+
 def test_a_request_can_be_asked_about_by_its_own_id_and_by_ours(narrow: Live) -> None:
     threads = busy(narrow, 2, max_tokens=180)
     headers = {"X-Request-Id": "client-7"}

@@ -721,9 +721,21 @@ def goal(text: str) -> tuple[str, float]:
     return name, at_least(0, float, above=True)(limit)
 
 
+def text_in(encoding: str) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        try:
+            text.encode(encoding)
+        except UnicodeEncodeError as error:
+            raise argparse.ArgumentTypeError(f"{text!r} cannot be sent: {error}") from None
+        return text
+
+    return parse
+
+
 def json_object(text: str) -> dict[str, Any]:
     try:
         value = json.loads(text)
+        json.dumps(value, ensure_ascii=False, allow_nan=False).encode()  # as it will be sent
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"not JSON: {error}") from None
     if not isinstance(value, dict):
@@ -747,8 +759,8 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("server").add_argument
     add("--url", required=True, help="where the server is, such as http://127.0.0.1:8000")
     add("--endpoint", default="/generate", help="path of the native or an OpenAI endpoint (%(default)s)")
-    add("--model", help="OpenAI endpoints: the model's name; else the first one of /v1/models")
-    add("--api-key", help="sent as a bearer token")
+    add("--model", type=text_in("utf-8"), help="OpenAI endpoints: the model's name; else the first one of /v1/models")
+    add("--api-key", type=text_in("ascii"), help="sent as a bearer token")
     add("--timeout", type=positive, default=600.0, metavar="S", help="seconds for a whole request (%(default)g)")
     add = parser.add_argument_group("load").add_argument
     add("--concurrency", type=count, metavar="N", help="closed loop: this many clients (8, if there is no --rate)")
@@ -762,7 +774,7 @@ def make_parser() -> argparse.ArgumentParser:
     add = parser.add_argument_group("requests").add_argument
     add("--prompt-tokens", type=Lengths.parse, metavar="SPEC", help="words: 128, 32:256, lognormal:MU,SIGMA[,MAX]")
     add("--prompt-ids", type=at_least(3, int), metavar="VOCAB", help="exact lengths: send token ids from 2 to VOCAB-1")
-    add("--prompt", metavar="TEXT", help="this prompt in every request")
+    add("--prompt", type=text_in("utf-8"), metavar="TEXT", help="this prompt in every request")
     add("--shared-prefix", type=natural, default=0, metavar="N", help="all prompts start with the same N words or ids")
     add("--max-tokens", type=Lengths.parse, default="128", metavar="SPEC", help="likewise (both 128)")
     add("--ignore-eos", action="store_true", help="always generate max_tokens")

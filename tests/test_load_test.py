@@ -521,6 +521,12 @@ def test_the_script_needs_httpx_rich_and_the_standard_library_only() -> None:
         ("--url ftp://h", "http://HOST:PORT"),
         ("--url http://h:99999", "http://HOST:PORT"),
         ("--extra [1]", "JSON object"),
+        ('--extra {"temperature":NaN}', "--extra: not JSON"),
+        ('--extra {"temperature":1e999}', "--extra: not JSON"),
+        ('--extra {"stop":"\\ud800"}', "--extra: not JSON"),
+        ("--prompt \udcff", "--prompt: '\\udcff' cannot be sent"),
+        ("--endpoint /v1/completions --model \udcff", "--model: '\\udcff' cannot be sent"),
+        ("--api-key sch\xfcssel", "--api-key: 'sch\xfcssel' cannot be sent"),
     ],
 )
 def test_a_bad_argument_is_one_clear_line_and_exit_code_2(

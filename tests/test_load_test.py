@@ -230,10 +230,10 @@ def test_a_reply_without_usage_is_flagged_and_its_chunks_are_not_counted_as_toke
 
 
 def test_an_end_of_text_token_without_text_still_ends_the_clock() -> None:
-    answer = stream(START, token("", 1), 0.05, token("a", 1), 0.1, token("", 1), 0.1, native_end())
+    answer = stream(START, token("", 1), 0.05, token("a", 1), 0.1, token("", 1), 0.8, native_end())
     latency = measure(answer, "--requests", "1")[0]["latency_ms"]
     assert latency["ttft"]["mean"] > 45
-    assert 50 < latency["e2e"]["mean"] - latency["ttft"]["mean"] < 150
+    assert 50 < latency["e2e"]["mean"] - latency["ttft"]["mean"] < 500
 
 
 async def close_at_once(body: dict[str, Any], writer: asyncio.StreamWriter) -> None:

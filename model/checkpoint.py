@@ -14,7 +14,7 @@ from typing import Any
 import tokenizers
 
 from model.chat import UnsafeTemplate, check
-from model.config import ConfigError, ModelConfig, Storage, locate
+from model.config import ConfigError, Keys, ModelConfig, Storage, locate
 from model.decoder import Decoder, WeightError
 from model.gguf import read_tokenizer
 from model.linear import StorageError, check_storage
@@ -84,39 +84,49 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
         remedy = f" ({others} alone cannot be read: AutoTokenizer.save_pretrained makes it of them)" if others else ""
         raise CheckpointError(f"{path}: no such file{remedy}")
     backend = named(path, lambda: tokenizers.Tokenizer.from_file(str(path)))
-    settings = read_json(directory / "tokenizer_config.json", optional=True)
     stops: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         ids = read_json(directory / name, optional=True).get("eos_token_id")
         ids = ids if isinstance(ids, list) else [] if ids is None else [ids]
         for end in ids:
-            if isinstance(end, bool) or not isinstance(end, int) or not 0 <= end < config.vocab_size:
+            if type(end) is not int or not 0 <= end < config.vocab_size:
                 raise CheckpointError(f"{directory / name}: 'eos_token_id' has {end!r}, of {config.vocab_size} tokens")
         stops.update(ids)
-    eos = _special(settings.get("eos_token"), backend)
+    file = directory / "tokenizer_config.json"
+    settings = Keys(read_json(file, optional=True))
+    names = named(file, lambda: _names(settings))
+    eos = backend.token_to_id(names["eos_token"]) if "eos_token" in names else None
     if eos is not None:
         stops.add(eos)
-    names = {}
-    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
-        token = settings.get(name)
-        content = token.get("content") if isinstance(token, dict) else token
-        if isinstance(content, str):
-            names[name] = content
     bos = named(path, lambda: _bos(backend))
     return _tokenizer(path, backend, config, bos, stops, _chat_template(directory, settings), names)
 
 
-def _chat_template(directory: Path, settings: dict[str, Any]) -> str | None:
+def _names(settings: Keys) -> dict[str, str]:
+    """The special tokens by what chat templates call them; one may stand there with its properties."""
+    names = {}
+    for name in ("bos_token", "eos_token", "unk_token", "pad_token"):
+        said = settings.get(name)
+        text = Keys(said, inside=f"{name}.").text("content") if isinstance(said, dict) else settings.text(name)
+        if text is not None:
+            names[name] = text
+    return names
+
+
+def _chat_template(directory: Path, settings: Keys) -> str | None:
     """A file of its own, as newer checkpoints have it, else from tokenizer_config.json: one, or several by name."""
     path = directory / "chat_template.jinja"
     if path.exists():
-        return _tried(path, named(path, path.read_text))
-    said = settings.get("chat_template")
-    if isinstance(said, list):
-        said = {entry.get("name"): entry.get("template") for entry in said if isinstance(entry, dict)}.get("default")
-    if said is not None and not isinstance(said, str):
-        raise CheckpointError(f"{directory / 'tokenizer_config.json'}: 'chat_template' is no text")
-    return _tried(directory / "tokenizer_config.json", said)
+        return _tried(path, named(path, lambda: path.read_text("utf-8")))
+    path = directory / "tokenizer_config.json"
+    return _tried(path, named(path, lambda: _default_template(settings)))
+
+
+def _default_template(settings: Keys) -> str | None:
+    if not isinstance(settings.get("chat_template"), list):
+        return settings.text("chat_template")
+    several = [Keys(entry, inside="chat_template.") for entry in settings.list_of(dict, "chat_template")]
+    return {entry.text("name"): entry.text("template") for entry in several}.get("default")
 
 
 def _tried(path: Path, template: str | None) -> str | None:
@@ -145,9 +155,9 @@ def _tokenizer(
     template: str | None,
     names: Mapping[str, str],
 ) -> Tokenizer:
-    tokens = backend.get_vocab_size(with_added_tokens=True)
-    if tokens > config.vocab_size:
-        raise CheckpointError(f"{path}: {tokens} tokens, but the model has {config.vocab_size}")
+    last = max([*backend.get_vocab(with_added_tokens=True).values(), bos or 0])
+    if last >= config.vocab_size:
+        raise CheckpointError(f"{path}: has tokens up to number {last}, but the model has {config.vocab_size}")
     return named(path, lambda: Tokenizer(backend, bos_id=bos, stop_ids=stops, chat_template=template, names=names))
 
 
@@ -155,8 +165,3 @@ def _bos(backend: tokenizers.Tokenizer) -> int | None:
     """The token that the tokenizer itself puts in front of a text; what it may put behind is no part of a prompt."""
     bare, dressed = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
     return dressed[0] if dressed[:1] != bare[:1] else None
-
-
-def _special(token: Any, backend: tokenizers.Tokenizer) -> int | None:
-    content = token.get("content") if isinstance(token, dict) else token
-    return None if content is None else backend.token_to_id(content)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 TOY = Path(__file__).parent / "toy"
 log = logging.getLogger("tokenteller.model")
@@ -24,6 +24,9 @@ log = logging.getLogger("tokenteller.model")
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 Storage = Literal["fp32", "fp16", "bf16", "int8", "int4"]
 RopeKind = Literal["default", "linear", "llama3", "yarn"]
+T = TypeVar("T")
+
+MAX_LAYERS = 65_536  # far beyond any model; a window is told for each one
 
 
 class ConfigError(ValueError):
@@ -88,17 +91,15 @@ class ModelConfig:
     tied_embeddings: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("vocab_size", "width", "mlp_width", "num_layers", "num_heads", "num_kv_heads", "head_dim"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it must be at least 1")
-        if self.max_context < 2:
-            raise ConfigError(f"max_context is {self.max_context}; it must be at least 2")
         if self.num_heads % self.num_kv_heads:
-            raise ConfigError(f"{self.num_heads} query heads cannot share {self.num_kv_heads} kv heads evenly")
+            raise ConfigError(
+                f"{self.num_heads} query heads ('num_attention_heads') cannot share {self.num_kv_heads} kv heads "
+                "('num_key_value_heads') evenly"
+            )
         if self.head_dim % 2:
-            raise ConfigError(f"head_dim {self.head_dim} is odd; RoPE rotates pairs")
+            raise ConfigError(f"'head_dim' is {self.head_dim}, which is odd; RoPE rotates pairs")
         if self.windows and len(self.windows) != self.num_layers:
-            raise ConfigError(f"{len(self.windows)} layer types for {self.num_layers} layers")
+            raise ConfigError(f"'layer_types' has {len(self.windows)} entries for {self.num_layers} layers")
 
     @property
     def group(self) -> int:
@@ -165,18 +166,15 @@ class ModelConfig:
 
                 file = GGUFFile(path)
                 return cls.from_hf(hf_config(file.metadata, file.tensors))
-            raw = json.loads(path.read_text())
-            if not isinstance(raw, dict):
-                raise ConfigError("it is no JSON object")
-            return cls.from_hf(raw)
+            return cls.from_hf(json_object(path.read_bytes()))
         except (OSError, ValueError) as error:
             raise ConfigError(f"{path}: {error}") from error
 
     @classmethod
     def from_hf(cls, raw: Mapping[str, Any]) -> ModelConfig:
         """From a Hugging Face config.json. Raises ConfigError for what would change the maths and is not computed."""
-        family = _Keys(raw, {}).one_of("model_type", _READERS)
-        keys = _Keys(raw, _DEFAULTS.get(family, {}))
+        family = Keys(raw).one_of("model_type", _READERS)
+        keys = Keys(raw, _DEFAULTS.get(family, {}))
         config = _READERS[family](keys)
         keys.finish()
         return config
@@ -185,6 +183,7 @@ class ModelConfig:
 def stored_form(model: str) -> Storage:
     """The form nearest to the one that a model's own file has most of its weights in. Raises ConfigError."""
     path = locate(model, weights=False)
+    path = path / "config.json" if path.is_dir() else path
     try:
         if path.suffix == ".gguf":
             from model.gguf import GGUFFile
@@ -192,24 +191,40 @@ def stored_form(model: str) -> Storage:
             numbers: Counter[str] = Counter()
             for tensor in GGUFFile(path).tensors.values():
                 numbers[tensor.kind.name] += math.prod(tensor.shape)
+            if not numbers:
+                raise ConfigError("it has no tensors")
             kind = numbers.most_common(1)[0][0]
             floats: dict[str, Storage] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
             return floats.get(kind, "int8" if re.search("[5-8]", kind) else "int4")
-        raw = json.loads((path / "config.json").read_text())
-        forms: dict[str, Storage] = {"float32": "fp32", "bfloat16": "bf16"}
-        return forms.get(raw.get("dtype") or raw.get("torch_dtype"), "fp16")
-    except (OSError, ValueError, IndexError, AttributeError, TypeError) as error:
+        keys = Keys(json_object(path.read_bytes()))
+        forms: dict[str | None, Storage] = {"float32": "fp32", "bfloat16": "bf16"}
+        return forms.get(keys.text("dtype") or keys.text("torch_dtype"), "fp16")
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{path}: {error}") from error
 
 
-class _Keys:
-    """Reads keys of one config with their types checked, and knows which ones nobody asked for."""
+def json_object(text: bytes) -> dict[str, Any]:
+    """What a JSON file says. Raises ValueError."""
+    try:
+        value = json.loads(text)
+    except RecursionError as error:
+        raise ConfigError("it is nested too deeply") from error
+    if not isinstance(value, dict):
+        raise ConfigError("it is no JSON object")
+    return value
 
-    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any], inside: str = "") -> None:
-        self._raw = {**defaults, **raw}
+
+class Keys:
+    """Reads keys of one config with their types checked, and knows which ones nobody asked for.
+
+    Every reader takes null as absent, and raises ConfigError naming the key.
+    """
+
+    def __init__(self, raw: Mapping[str, Any], defaults: Mapping[str, Any] | None = None, inside: str = "") -> None:
+        self._raw = {**(defaults or {}), **raw}
         self._written = set(raw)
         self._asked: set[str] = set()
-        self._inside = inside  # where in the config these keys stand, for messages
+        self._inside = inside  # where these keys stand, for messages
 
     def get(self, key: str, default: Any = None) -> Any:
         """The value, or the default where it is absent or null."""
@@ -217,38 +232,62 @@ class _Keys:
         value = self._raw.get(key)
         return default if value is None else value
 
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, int):
-            raise self.wrong(key, "it must be an integer")
-        if abs(value) >= 2**31:
-            raise self.wrong(key, "it must be below 2**31")
-        return value
+    def integer(self, key: str, default: int | None = None, least: int = 1, most: int = 2**31 - 1) -> int:
+        value = self._typed(key, default, "an integer", int)
+        if not least <= value <= most:
+            raise self.wrong(key, f"it must be at {f'least {least:,}' if value < least else f'most {most:,}'}")
+        return int(value)
 
     def number(self, key: str, default: float | None = None) -> float:
-        value = self.get(key, default)
-        if isinstance(value, bool) or not isinstance(value, (int, float)):
-            raise self.wrong(key, "it must be a number")
-        if not abs(value) <= 1e30:  # nor NaN
-            raise self.wrong(key, "it must be finite")
+        value = self._typed(key, default, "a number", int, float)
+        if not 0 <= value <= 1e30:  # nor NaN
+            raise self.wrong(key, "it must be from 0 to 1e30")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.get(key, default)
-        if not isinstance(value, bool):
-            raise self.wrong(key, "it must be true or false")
+        return bool(self._typed(key, default, "true or false", bool))
+
+    def text(self, key: str) -> str | None:
+        value: str | None = self._typed(key, None, "a text", str, type(None))
+        if value and re.search("[\ud800-\udfff]", value):
+            raise self.wrong(key, "it has half a character (a lone surrogate)")
         return value
+
+    def list_of(self, kind: type[T], key: str, default: list[T] | None = None) -> list[T]:
+        values: list[T] = self._typed(key, default, "a list", list)
+        for at, value in enumerate(values):
+            if type(value) is not kind:
+                raise ConfigError(f"key '{self._inside}{key}' has {value!r:.80} at {at}; it must be {kind.__name__}")
+        return values
+
+    def flat(self, key: str) -> dict[str, Any]:
+        """A set of values by name, none of them a set itself; empty where absent."""
+        values: dict[str, Any] = self._typed(key, {}, "one flat set of values", dict)
+        if any(isinstance(value, dict) for value in values.values()):
+            raise self.wrong(key, "it must be one flat set of values")
+        return values
 
     def one_of(self, key: str, known: Collection[str], default: str | None = None) -> str:
         value = self.get(key, default)
-        if value not in known:
+        if not isinstance(value, str) or value not in known:
             raise self.wrong(key, f"supported: {', '.join(map(repr, known))}")
-        return str(value)
+        return value
+
+    def only(self, key: str, value: Any) -> None:
+        """Refuses any other value; the key may be absent."""
+        if self.get(key, value) != value:
+            raise self.wrong(key, f"supported: {value!r}")
+
+    def _typed(self, key: str, default: Any, said: str, *kinds: type) -> Any:
+        value = self.get(key, default)
+        if type(value) not in kinds:  # and not isinstance: True is no integer
+            raise self.wrong(key, f"it must be {said}")
+        return value
 
     def wrong(self, key: str, why: str) -> ConfigError:
         value = self._raw.get(key)
         said = "missing" if value is None else f"{value!r:.80}"
-        return ConfigError(f"config key '{self._inside}{key}' is {said}; {why}")
+        return ConfigError(f"key '{self._inside}{key}' is {said}; {why}")
 
     def finish(self) -> None:
         """Refuses what changes the maths and was not read; names what is unknown."""
@@ -334,47 +373,42 @@ _ACTIVATIONS: dict[str, Activation] = {
 }
 
 
-def _activation(keys: _Keys, key: str, default: str) -> Activation:
+def _activation(keys: Keys, key: str, default: str) -> Activation:
     return _ACTIVATIONS[keys.one_of(key, _ACTIVATIONS, default)]
 
 
-def _llama(keys: _Keys) -> ModelConfig:
+def _llama(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias")
     return _rotary(keys, qkv_bias=bias, out_bias=bias, mlp_bias=keys.flag("mlp_bias"))
 
 
-def _mistral(keys: _Keys) -> ModelConfig:
+def _mistral(keys: Keys) -> ModelConfig:
     config = _rotary(keys, windows=())
     window = _window(keys)
     windows = () if window is None else (window,) * config.num_layers
-    said = keys.get("layer_types")
-    if said is not None and _windows_of(said, window) != windows:
-        raise ConfigError(
-            f"config key 'layer_types' contradicts 'sliding_window' {window}; every layer has it in mistral"
-        )
+    if keys.get("layer_types") is not None and _windows_of(keys, window) != windows:
+        raise ConfigError(f"key 'layer_types' contradicts 'sliding_window' {window}; every layer has it in mistral")
     return replace(config, windows=windows)
 
 
-def _qwen2(keys: _Keys) -> ModelConfig:
+def _qwen2(keys: Keys) -> ModelConfig:
     return _rotary(keys, qkv_bias=True, windows=_qwen_windows(keys))
 
 
-def _qwen3(keys: _Keys) -> ModelConfig:
+def _qwen3(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias")
     return _rotary(keys, qkv_bias=bias, out_bias=bias, qk_norm=True, windows=_qwen_windows(keys))
 
 
-def _rotary(keys: _Keys, **family: Any) -> ModelConfig:
+def _rotary(keys: Keys, **family: Any) -> ModelConfig:
     """What Llama and its descendants share: RMSNorm, RoPE, a gated MLP."""
     heads, width = keys.integer("num_attention_heads"), keys.integer("hidden_size")
-    if heads < 1:
-        raise keys.wrong("num_attention_heads", "it must be at least 1")
-    context = keys.integer("max_position_embeddings", 2048)
+    context = keys.integer("max_position_embeddings", 2048, least=2)
     return ModelConfig(
         vocab_size=keys.integer("vocab_size"),
         width=width,
         mlp_width=keys.integer("intermediate_size"),
-        num_layers=keys.integer("num_hidden_layers"),
+        num_layers=keys.integer("num_hidden_layers", most=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=keys.integer("num_key_value_heads", heads),
         head_dim=keys.integer("head_dim", width // heads),
@@ -387,19 +421,19 @@ def _rotary(keys: _Keys, **family: Any) -> ModelConfig:
     )
 
 
-def _gpt2(keys: _Keys) -> ModelConfig:
+def _gpt2(keys: Keys) -> ModelConfig:
     heads, width = keys.integer("n_head"), keys.integer("n_embd")
-    if heads < 1 or width % heads:
+    if width % heads:
         raise keys.wrong("n_embd", f"{heads} heads (key 'n_head') cannot share it evenly")
     return ModelConfig(
         vocab_size=keys.integer("vocab_size"),
         width=width,
         mlp_width=keys.integer("n_inner", 4 * width),
-        num_layers=keys.integer("n_layer"),
+        num_layers=keys.integer("n_layer", most=MAX_LAYERS),
         num_heads=heads,
         num_kv_heads=heads,
         head_dim=width // heads,
-        max_context=keys.integer("n_positions", 1024),
+        max_context=keys.integer("n_positions", 1024, least=2),
         norm="layer",
         norm_eps=keys.number("layer_norm_epsilon", 1e-5),
         activation=_activation(keys, "activation_function", "gelu_new"),
@@ -412,7 +446,7 @@ def _gpt2(keys: _Keys) -> ModelConfig:
     )
 
 
-_READERS: dict[str, Callable[[_Keys], ModelConfig]] = {
+_READERS: dict[str, Callable[[Keys], ModelConfig]] = {
     "llama": _llama,
     "mistral": _mistral,
     "qwen2": _qwen2,
@@ -421,60 +455,51 @@ _READERS: dict[str, Callable[[_Keys], ModelConfig]] = {
 }
 
 
-def _window(keys: _Keys) -> int | None:
-    if keys.get("sliding_window") is None:
-        return None
-    window = keys.integer("sliding_window")
-    if window < 1:
-        raise keys.wrong("sliding_window", "it must be at least 1")
-    return window
+def _window(keys: Keys) -> int | None:
+    return None if keys.get("sliding_window") is None else keys.integer("sliding_window")
 
 
-def _qwen_windows(keys: _Keys) -> tuple[int | None, ...]:
+def _qwen_windows(keys: Keys) -> tuple[int | None, ...]:
     """Layers from `max_window_layers` on have the window, or those that `layer_types` names."""
-    window, layers = _window(keys), keys.integer("num_hidden_layers")
-    first = keys.integer("max_window_layers", 28)
+    window, layers = _window(keys), keys.integer("num_hidden_layers", most=MAX_LAYERS)
+    first = keys.integer("max_window_layers", 28, least=0)
     if not keys.flag("use_sliding_window"):
         window = None
-    said = keys.get("layer_types")
-    if said is not None:
-        return _windows_of(said, window)
+    if keys.get("layer_types") is not None:
+        return _windows_of(keys, window)
     windows = tuple(window if layer >= first else None for layer in range(layers))
     return windows if any(windows) else ()
 
 
-def _windows_of(layer_types: Any, window: int | None) -> tuple[int | None, ...]:
+def _windows_of(keys: Keys, window: int | None) -> tuple[int | None, ...]:
     """`layer_types` as a window per layer. Raises ConfigError for a type that is not computed here."""
     known = ("full_attention", "sliding_attention")
-    for kind in layer_types if isinstance(layer_types, list) else [layer_types]:
+    kinds = keys.list_of(str, "layer_types")
+    for kind in kinds:
         if kind not in known:
-            raise ConfigError(f"config key 'layer_types' has {kind!r}; supported: {', '.join(map(repr, known))}")
+            raise ConfigError(f"key 'layer_types' has {kind!r:.80}; supported: {', '.join(map(repr, known))}")
         if kind == "sliding_attention" and window is None:
-            raise ConfigError("config key 'layer_types' has 'sliding_attention', but no sliding window is set")
-    windows = tuple(window if kind == "sliding_attention" else None for kind in layer_types)
+            raise ConfigError("key 'layer_types' has 'sliding_attention', but no sliding window is set")
+    windows = tuple(window if kind == "sliding_attention" else None for kind in kinds)
     return windows if any(windows) else ()
 
 
-def _rope(keys: _Keys, context: int) -> Rope:
+def _rope(keys: Keys, context: int) -> Rope:
     """From `rope_parameters`, or from `rope_scaling` and `rope_theta` as older files have it."""
-    said, older = keys.get("rope_parameters"), keys.get("rope_scaling")
-    name = "rope_scaling" if older else "rope_parameters"
-    params = older or said or {}
-    if not isinstance(params, dict) or any(isinstance(value, dict) for value in params.values()):
-        raise keys.wrong(name, "it must be one flat set of values")
+    newer, older = keys.flat("rope_parameters"), keys.flat("rope_scaling")
+    name, params = ("rope_scaling", older) if older else ("rope_parameters", newer)
     defaults = {"rope_theta": keys.get("rope_theta", 10_000.0)}
     if keys.get("original_max_position_embeddings") is not None:
         params = params | {"original_max_position_embeddings": keys.integer("original_max_position_embeddings")}
-    return _rope_of(_Keys(params, defaults, inside=f"{name}."), context)
+    return _rope_of(Keys(params, defaults, inside=f"{name}."), context)
 
 
-def _rope_of(keys: _Keys, context: int) -> Rope:
+def _rope_of(keys: Keys, context: int) -> Rope:
     """One set of RoPE values; `context` stands in where the trained context is not given, as in the reference."""
     spelled = "type" if keys.get("rope_type") is None else "rope_type"  # the older spelling
     kind = keys.one_of(spelled, ("default", "linear", "llama3", "yarn"), "default")
     theta = keys.number("rope_theta")
-    if keys.number("partial_rotary_factor", 1.0) != 1.0:
-        raise keys.wrong("partial_rotary_factor", "supported: 1.0")
+    keys.only("partial_rotary_factor", 1.0)
     if kind == "linear":
         rope = Rope(theta, "linear", keys.number("factor"))
     elif kind == "llama3":
@@ -494,7 +519,7 @@ def _rope_of(keys: _Keys, context: int) -> Rope:
     return rope
 
 
-def _yarn(keys: _Keys, theta: float, context: int) -> Rope:
+def _yarn(keys: Keys, theta: float, context: int) -> Rope:
     original = keys.integer("original_max_position_embeddings", context)
     factor = keys.number("factor", context / max(original, 1))
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 import math
 import mmap
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections import Counter
+from collections.abc import Collection, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,8 +23,10 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
+from model.config import MAX_LAYERS, ConfigError, Keys
 
-class GGUFError(ValueError):
+
+class GGUFError(ConfigError):
     """A file that is no GGUF, is cut short, or holds what is not supported."""
 
 
@@ -56,7 +59,7 @@ class GGUFFile:
         self._at = 0
         try:
             self._read_header()
-        except (struct.error, UnicodeDecodeError, OverflowError) as error:
+        except (struct.error, UnicodeDecodeError, OverflowError, RecursionError) as error:
             raise GGUFError(f"not a GGUF header, or cut short, at byte {self._at:,}") from error
 
     def _read_header(self) -> None:
@@ -72,10 +75,16 @@ class GGUFFile:
             key = self._string()
             self.metadata[key] = self._value(self._unpack("I"))
         infos = [self._tensor_info() for _ in range(tensors)]
-        alignment = self.metadata.get("general.alignment", 32)
-        if not isinstance(alignment, int) or alignment < 1:
-            raise GGUFError(f"key 'general.alignment' is {alignment!r}")
+        keys = Keys(self.metadata)
+        alignment = keys.integer("general.alignment", 32)
+        if alignment % 8:
+            raise keys.wrong("general.alignment", "it must be a multiple of 8")
         data = -(-self._at // alignment) * alignment
+        for name, _, _, offset in infos:
+            if offset % alignment:
+                raise GGUFError(
+                    f"tensor {name!r} begins {offset:,} bytes into the data; 'general.alignment' is {alignment}"
+                )
         self.tensors = {name: self._located(name, data, shape, kind, offset) for name, shape, kind, offset in infos}
         if len(self.tensors) != len(infos):
             raise GGUFError("two tensors have the same name")
@@ -152,101 +161,87 @@ class GGUFFile:
         return values.reshape(info.shape)
 
 
+def _under(metadata: Mapping[str, Any], prefix: str) -> Keys:
+    """The keys that begin with `prefix`, without it."""
+    own = {key.removeprefix(prefix): value for key, value in metadata.items() if key.startswith(prefix)}
+    return Keys(own, inside=prefix)
+
+
 def hf_config(metadata: Mapping[str, Any], tensors: Collection[str]) -> dict[str, Any]:
-    """The header in the words of a Hugging Face config.json. Raises GGUFError naming the key that is missing or odd."""
-    arch = metadata.get("general.architecture")
-    if arch not in ("llama", "qwen2", "qwen3", "gpt2"):
-        raise GGUFError(f"key 'general.architecture' is {arch!r}; supported: 'llama', 'qwen2', 'qwen3', 'gpt2'")
-    if metadata.get("split.count", 1) > 1:
-        raise GGUFError(f"key 'split.count' is {metadata['split.count']}: one of several parts; join them to one file")
-    keys = _ArchKeys(metadata, arch)
+    """The header in the words of a Hugging Face config.json. Raises ConfigError naming the key that is missing or
+    odd."""
+    general = Keys(metadata)
+    arch = general.one_of("general.architecture", ("llama", "qwen2", "qwen3", "gpt2"))
+    if general.integer("split.count", 1, least=0) > 1:
+        raise general.wrong("split.count", "one of several parts; join them to one file")
+    keys = _under(metadata, f"{arch}.")
     shared = {
-        "vocab_size": len(metadata.get("tokenizer.ggml.tokens", ())) or keys["vocab_size"],
+        "vocab_size": len(general.list_of(str, "tokenizer.ggml.tokens", [])) or keys.integer("vocab_size"),
         "tie_word_embeddings": "output.weight" not in tensors,
     }
+    heads, width = keys.integer("attention.head_count"), keys.integer("embedding_length")
     if arch == "gpt2":
         return shared | {
             "model_type": "gpt2",
-            "n_embd": keys["embedding_length"],
-            "n_inner": keys["feed_forward_length"],
-            "n_layer": keys["block_count"],
-            "n_head": keys["attention.head_count"],
-            "n_positions": keys["context_length"],
-            "layer_norm_epsilon": keys["attention.layer_norm_epsilon"],
+            "n_embd": width,
+            "n_inner": keys.integer("feed_forward_length"),
+            "n_layer": keys.integer("block_count", most=MAX_LAYERS),
+            "n_head": heads,
+            "n_positions": keys.integer("context_length", least=2),
+            "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
         }
-    heads = keys["attention.head_count"]
-    dim = keys.get("attention.key_length", keys.get("rope.dimension_count"))
+    dim = keys.integer("attention.key_length", keys.integer("rope.dimension_count", width // heads))
     for name, must in (("attention.value_length", dim), ("rope.dimension_count", dim), ("expert_count", 0)):
-        keys.require(name, must)
+        keys.only(name, must)
     return (
         shared
         | {
             "model_type": arch,
-            "hidden_size": keys["embedding_length"],
-            "intermediate_size": keys["feed_forward_length"],
-            "num_hidden_layers": keys["block_count"],
+            "hidden_size": width,
+            "intermediate_size": keys.integer("feed_forward_length"),
+            "num_hidden_layers": keys.integer("block_count", most=MAX_LAYERS),
             "num_attention_heads": heads,
-            "num_key_value_heads": keys.get("attention.head_count_kv", heads),
+            "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
             "head_dim": dim,
-            "max_position_embeddings": keys["context_length"],
-            "rms_norm_eps": keys["attention.layer_norm_rms_epsilon"],
+            "max_position_embeddings": keys.integer("context_length", least=2),
+            "rms_norm_eps": keys.number("attention.layer_norm_rms_epsilon"),
             "rope_parameters": _rope(keys),
         }
-        | _biases_and_windows(keys, tensors)
+        | _biases_and_windows(arch, keys, tensors)
     )
 
 
-class _ArchKeys:
-    """The metadata keys of one architecture, without its name in front."""
-
-    def __init__(self, metadata: Mapping[str, Any], arch: str) -> None:
-        self._metadata = metadata
-        self.arch = arch
-
-    def get(self, name: str, default: Any = None) -> Any:
-        return self._metadata.get(f"{self.arch}.{name}", default)
-
-    def __getitem__(self, name: str) -> Any:
-        if self.get(name) is None:
-            raise GGUFError(f"key '{self.arch}.{name}' is missing")
-        return self.get(name)
-
-    def require(self, name: str, value: Any) -> None:
-        """Refuses any other value; the key may be absent."""
-        if self.get(name, value) != value:
-            raise GGUFError(f"key '{self.arch}.{name}' is {self.get(name)!r}; supported: {value!r}")
-
-
-def _rope(keys: _ArchKeys) -> dict[str, Any]:
+def _rope(keys: Keys) -> dict[str, Any]:
     """RoPE in the words of `rope_parameters`. The factors of llama3 stand in the tensor `rope_freqs.weight` instead."""
-    rope: dict[str, Any] = {"rope_theta": keys.get("rope.freq_base", 10_000.0)}
-    kind, factor = keys.get("rope.scaling.type", "none"), keys.get("rope.scaling.factor")
+    rope: dict[str, Any] = {"rope_theta": keys.number("rope.freq_base", 10_000.0)}
+    kind = keys.one_of("rope.scaling.type", ("none", "linear", "yarn"), "none")
     if kind == "none":
-        keys.require("rope.scale_linear", 1.0)
+        keys.only("rope.scale_linear", 1.0)
         return rope
+    factor = keys.number("rope.scaling.factor")
     rope |= {"rope_type": kind, "factor": factor}
     if kind == "yarn":
-        keys.require("rope.scaling.yarn_log_multiplier", 0.0)
-        keys.require("rope.scaling.yarn_ext_factor", 1.0)
-        rope["original_max_position_embeddings"] = keys["rope.scaling.original_context_length"]
-        for name in ("beta_fast", "beta_slow"):
-            rope[name] = keys.get(f"rope.scaling.yarn_{name}")
-        more = keys.get("rope.scaling.attn_factor", 1.0) * keys.get("rope.scaling.yarn_attn_factor", 1.0)
-        if more != 1.0 and isinstance(factor, float):
-            rope["attention_factor"] = more * (0.1 * math.log(factor) + 1.0)
+        keys.only("rope.scaling.yarn_log_multiplier", 0.0)
+        keys.only("rope.scaling.yarn_ext_factor", 1.0)
+        rope["original_max_position_embeddings"] = keys.integer("rope.scaling.original_context_length")
+        for name, usual in (("beta_fast", 32.0), ("beta_slow", 1.0)):
+            rope[name] = keys.number(f"rope.scaling.yarn_{name}", usual)
+        more = keys.number("rope.scaling.attn_factor", 1.0) * keys.number("rope.scaling.yarn_attn_factor", 1.0)
+        if more != 1.0:
+            rope["attention_factor"] = more * (0.1 * math.log(max(factor, 1.0)) + 1.0)
     return rope
 
 
-def _biases_and_windows(keys: _ArchKeys, tensors: Collection[str]) -> dict[str, Any]:
+def _biases_and_windows(arch: str, keys: Keys, tensors: Collection[str]) -> dict[str, Any]:
     """What Hugging Face says in the config and GGUF by the tensors that are there."""
-    window = keys.get("attention.sliding_window", 0)
-    if keys.arch == "qwen2":
-        keys.require("attention.sliding_window", 0)  # which layers have it is not in the file
-        return {}
+    if arch in ("qwen2", "qwen3"):
+        keys.only("attention.sliding_window", 0)  # which layers have it is not in the file
     biases = {"attention_bias": "blk.0.attn_q.bias" in tensors}
-    if keys.arch == "qwen3":
-        keys.require("attention.sliding_window", 0)
+    if arch == "qwen2":
+        return {}
+    if arch == "qwen3":
         return biases
+    window = keys.integer("attention.sliding_window", 0, least=0)
     if window:  # Mistral: all layers
         return {"model_type": "mistral", "sliding_window": window}
     return biases | {"mlp_bias": "blk.0.ffn_up.bias" in tensors}
@@ -274,74 +269,70 @@ class GGUFTokenizer:
 
 
 def read_tokenizer(metadata: Mapping[str, Any]) -> GGUFTokenizer:
-    """From the `tokenizer.*` keys. Raises GGUFError for a kind that is not known here."""
-
-    def key(name: str, default: Any = None) -> Any:
-        return metadata.get(f"tokenizer.ggml.{name}", default)
-
-    kind, pre = key("model"), key("pre")
-    if not isinstance(key("tokens"), list):
-        raise GGUFError("key 'tokenizer.ggml.tokens' is missing")
-    if kind == "gpt2":
-        backend, adds_bos = _byte_level(key, pre), pre in _LLAMA3_LIKE
-    elif kind == "llama":
-        backend, adds_bos = _sentencepiece(key), True
+    """From the `tokenizer.*` keys. Raises ConfigError naming the key of a kind that is not known here."""
+    keys = _under(metadata, "tokenizer.ggml.")
+    tokens = keys.list_of(str, "tokens")
+    text, count = Counter(filter(None, tokens)).most_common(1)[0] if any(tokens) else ("", 1)
+    if count > 1:
+        raise GGUFError(f"key 'tokenizer.ggml.tokens' has {text!r:.80} {count} times")
+    types = keys.list_of(int, "token_type", [1] * len(tokens))
+    if len(types) != len(tokens):
+        raise GGUFError(f"key 'tokenizer.ggml.token_type' has {len(types)} types for {len(tokens)} tokens")
+    named = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
+    ids = {
+        name: keys.integer(f"{name}_token_id", least=0, most=len(tokens) - 1)
+        for name in (*named, "eot", "eom")
+        if keys.get(f"{name}_token_id") is not None
+    }
+    if keys.one_of("model", ("gpt2", "llama")) == "gpt2":
+        backend, adds_bos = _byte_level(keys, tokens), keys.get("pre") in _LLAMA3_LIKE
     else:
-        raise GGUFError(f"key 'tokenizer.ggml.model' is {kind!r}; supported: 'gpt2', 'llama'")
-    tokens, types = key("tokens"), key("token_type", ())
+        backend, adds_bos = _sentencepiece(keys, tokens, types, ids.get("unknown", 0)), True
     for special in (True, False):
         wanted = _CONTROL if special else _USER_DEFINED
-        found = [text for text, type_ in zip(tokens, types, strict=False) if type_ == wanted]
+        found = [text for text, type_ in zip(tokens, types, strict=True) if type_ == wanted]
         backend.add_tokens([AddedToken(text, special=special, normalized=False) for text in found])
-    named = {"bos": "bos_token", "eos": "eos_token", "unknown": "unk_token", "padding": "pad_token"}
-    for name in (*named, "eot", "eom"):
-        if not 0 <= key(f"{name}_token_id", 0) < len(tokens):
-            raise GGUFError(
-                f"key 'tokenizer.ggml.{name}_token_id' is {key(f'{name}_token_id')}, of {len(tokens)} tokens"
-            )
-    ends = (key(f"{name}_token_id") for name in ("eos", "eot", "eom"))
     return GGUFTokenizer(
         backend,
-        bos=key("bos_token_id") if key("add_bos_token", adds_bos) else None,
-        ends=frozenset(end for end in ends if end is not None),
-        chat_template=metadata.get("tokenizer.chat_template"),
-        names={
-            word: tokens[key(f"{name}_token_id")] for name, word in named.items() if key(f"{name}_token_id") is not None
-        },
+        bos=ids.get("bos") if keys.flag("add_bos_token", adds_bos) else None,
+        ends=frozenset(ids[name] for name in ("eos", "eot", "eom") if name in ids),
+        chat_template=Keys(metadata).text("tokenizer.chat_template"),
+        names={word: tokens[ids[name]] for name, word in named.items() if name in ids},
     )
 
 
-def _byte_level(key: Callable[..., Any], pre: str | None) -> Tokenizer:
+def _byte_level(keys: Keys, tokens: list[str]) -> Tokenizer:
     """Byte-level BPE (Radford et al. 2019); `pre` names how text is cut before merging."""
-    merges = [tuple(merge.split(" ", 1)) for merge in key("merges", ())]
-    vocab = {text: at for at, text in enumerate(key("tokens"))}
-    backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3_LIKE))
+    pre = keys.one_of("pre", (*_GPT2_LIKE, *_DIGITS_APART, *_QWEN_LIKE, *_LLAMA3_LIKE))
+    merges = [(left, right) for left, _, right in (pair.partition(" ") for pair in keys.list_of(str, "merges", []))]
+    vocab = {text: at for at, text in enumerate(tokens)}
+    try:
+        backend = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _LLAMA3_LIKE))
+    except Exception as error:  # tokenizers has no other
+        raise keys.wrong("merges", f"{error}") from error
     if pre in _GPT2_LIKE:
         backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     elif pre in _DIGITS_APART:
         cut = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
         backend.pre_tokenizer = pre_tokenizers.Sequence(cut)
-    elif pre in _QWEN_LIKE or pre in _LLAMA3_LIKE:
+    else:
         numbers = r"\p{N}{1,3}" if pre in _LLAMA3_LIKE else r"\p{N}"
         pattern = Regex("|".join((_CONTRACTIONS, _WORDS, numbers, _REST)))
         bare = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
         backend.pre_tokenizer = pre_tokenizers.Sequence([pre_tokenizers.Split(pattern, "isolated"), bare])
         if pre in _QWEN_LIKE:
             backend.normalizer = normalizers.NFC()
-    else:
-        known = ", ".join(map(repr, (*_GPT2_LIKE, *_DIGITS_APART, *_QWEN_LIKE, *_LLAMA3_LIKE)))
-        raise GGUFError(f"key 'tokenizer.ggml.pre' is {pre!r}; supported: {known}")
     backend.decoder = decoders.ByteLevel()
     return backend
 
 
-def _sentencepiece(key: Callable[..., Any]) -> Tokenizer:
+def _sentencepiece(keys: Keys, tokens: list[str], types: list[int], unknown: int) -> Tokenizer:
     """SentencePiece BPE with byte fallback: a pair is merged when it is a piece, the best score first."""
-    tokens, scores, types = key("tokens"), key("scores"), key("token_type", ())
-    if not isinstance(scores, list) or len(scores) != len(tokens):
-        raise GGUFError("key 'tokenizer.ggml.scores' does not have one score for each token")
+    scores = keys.list_of(float, "scores")
+    if len(scores) != len(tokens):
+        raise GGUFError(f"key 'tokenizer.ggml.scores' has {len(scores)} scores for {len(tokens)} tokens")
     vocab = {text: at for at, text in enumerate(tokens)}
-    control = {text for text, type_ in zip(tokens, types, strict=False) if type_ == _CONTROL}  # no text becomes one
+    control = {text for text, type_ in zip(tokens, types, strict=True) if type_ == _CONTROL}  # no text becomes one
     ranked = sorted(
         (-scores[at], vocab[text[:cut]], vocab[text[cut:]], text[:cut], text[cut:])
         for text, at in vocab.items()
@@ -352,12 +343,12 @@ def _sentencepiece(key: Callable[..., Any]) -> Tokenizer:
         BPE(
             vocab=vocab,
             merges=[(left, right) for *_, left, right in ranked],
-            unk_token=tokens[key("unknown_token_id", 0)],
+            unk_token=tokens[unknown],
             fuse_unk=True,
             byte_fallback=True,
         )
     )
-    prefix = key("add_space_prefix", True)
+    prefix = keys.flag("add_space_prefix", True)
     backend.pre_tokenizer = pre_tokenizers.Metaspace("▁", prepend_scheme="first" if prefix else "never", split=False)
     chain = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
     backend.decoder = decoders.Sequence([*chain, decoders.Strip(" ", 1, 0)] if prefix else chain)

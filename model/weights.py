@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import json
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +14,7 @@ from typing import Any, TextIO, TypeVar
 import torch
 from safetensors import safe_open
 
-from model.config import ModelConfig
+from model.config import ModelConfig, json_object
 from model.decoder import WeightError
 from model.gguf import GGUFFile, hf_config
 from model.kv_memory import size
@@ -33,17 +32,14 @@ def named(path: Path, read: Callable[[], T]) -> T:
     """Whatever goes wrong while reading `path` becomes one line that names it."""
     try:
         return read()
-    except Exception as error:  # tokenizers raises bare Exception for a broken file
-        raise CheckpointError(f"{path}: {error}") from error
+    except (KeyboardInterrupt, SystemExit):
+        raise
+    except BaseException as error:  # tokenizers raises bare Exception for a broken file, or panics
+        raise CheckpointError(f"{path}: {' '.join(str(error).split())}") from error
 
 
 def read_json(path: Path, optional: bool = False) -> dict[str, Any]:
-    if optional and not path.exists():
-        return {}
-    value = named(path, lambda: json.loads(path.read_text()))
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path}: it is no JSON object")
-    return value
+    return {} if optional and not path.exists() else named(path, lambda: json_object(path.read_bytes()))
 
 
 _TRIM_BYTES = 32 * 2**20  # read between two looks for memory that can be given back

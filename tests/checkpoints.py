@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,24 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 VOCAB = 264
+# what no key is made for: some of it stands rightly in some places
+ODD: tuple[Any, ...] = (
+    None,
+    True,
+    False,
+    -1,
+    0,
+    1,
+    7,
+    2**31 - 1,
+    2**40,
+    10**30,
+    1.5,
+    -1e-3,
+    float("nan"),
+    float("inf"),
+)
+ODD += ("", "x", "\ud800", [], [1], ["x"], [None], [[]], {}, {"a": 1}, {"content": 5})
 BOS, EOS = 256, 257
 
 
@@ -43,6 +62,23 @@ def _byte_symbols() -> list[str]:
             symbols.append(chr(spare))
             spare += 1
     return symbols
+
+
+def damaged(whole: Any) -> Iterator[tuple[str, Any]]:
+    """Copies of a dict or list with one value replaced, for each value at any depth, and where that was.
+
+    Of long lists the first two, of a vocabulary the first 50.
+    """
+    for key in list(whole)[:50] if isinstance(whole, dict) else range(min(2, len(whole))):
+        for odd in ODD:
+            other = copy.copy(whole)
+            other[key] = odd
+            yield f"{key}: {odd!r}", other
+        if isinstance(whole[key], dict | list):
+            for inner, part in damaged(whole[key]):
+                other = copy.copy(whole)
+                other[key] = part
+                yield f"{key}.{inner}", other
 
 
 def llama_config(**changes: Any) -> dict[str, Any]:

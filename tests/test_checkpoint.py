@@ -7,19 +7,20 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import VOCAB, byte_tokenizer, config_of, random_hf, random_llama, tape, to_gguf
+from checkpoints import BOS, VOCAB, byte_tokenizer, config_of, damaged, random_hf, random_llama, tape, to_gguf
 from live import serve
 from safetensors.torch import load_file, save_file
 from test_parity import TOKENS, close, forward, twin_of
 from tokenizers import Tokenizer, models, processors
 
 from model.chat import ChatTemplateError
-from model.checkpoint import CheckpointError, Progress, load
+from model.checkpoint import CheckpointError, Progress, load, load_tokenizer
 from model.config import ConfigError, ModelConfig, Storage
 from model.kv_memory import KVLayout
 from model.kv_pool import KVPool
@@ -172,6 +173,8 @@ class TestShards:
             assert str(index) in self.refused(sharded)
 
 
+NAMED_TEMPLATE = '{"chat_template": [{"name": "default", "template": "a"}, %s]}'
+TOO_MANY_WORDS = Tokenizer(models.WordLevel({"foo": 0, "a": 264}, unk_token="foo")).to_str()
 WORDS_WITHOUT_UNKNOWN = Tokenizer(models.WordLevel({"foo": 0, "bar": 1}, unk_token="zz")).to_str()
 
 
@@ -185,10 +188,24 @@ WORDS_WITHOUT_UNKNOWN = Tokenizer(models.WordLevel({"foo": 0, "bar": 1}, unk_tok
         ("tokenizer.json", "{}", "tokenizer.json: "),
         ("generation_config.json", '{"eos_token_id": [264]}', "generation_config.json: 'eos_token_id' has 264"),
         ("generation_config.json", '{"eos_token_id": "2"}', "'eos_token_id' has '2'"),
-        ("tokenizer_config.json", '{"chat_template": 3}', "tokenizer_config.json: 'chat_template' is no text"),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": 3}',
+            "tokenizer_config.json: key 'chat_template' is 3; it must be a text",
+        ),
+        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json: it is nested too deeply"),
+        ("generation_config.json", "[" * 100_000, "generation_config.json: it is nested too deeply"),
+        ("tokenizer_config.json", '{"eos_token": 5}', "tokenizer_config.json: key 'eos_token' is 5"),
+        ("tokenizer_config.json", '{"eos_token": ["x"]}', "tokenizer_config.json: key 'eos_token' is ['x']"),
+        ("tokenizer_config.json", '{"bos_token": {"content": 5}}', "key 'bos_token.content' is 5; it must be a text"),
+        ("tokenizer_config.json", '{"eos_token": "\\ud800"}', "key 'eos_token' is '\\ud800'; it has half a character"),
+        ("tokenizer_config.json", NAMED_TEMPLATE % 1, "tokenizer_config.json: key 'chat_template' has 1 at 1"),
+        ("tokenizer_config.json", NAMED_TEMPLATE % '{"name": ["x"]}', "key 'chat_template.name' is ['x']"),
+        ("tokenizer_config.json", NAMED_TEMPLATE % '{"template": 1}', "key 'chat_template.template' is 1"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "tokenizer_config.json: 'chat_template': "),
         ("chat_template.jinja", "{{ messages.__class__.__base__ }}", "chat_template.jinja: 'chat_template': "),
         ("chat_template.jinja", "{% for i in range(3000000) %}{% endfor %}", "chat_template.jinja: 'chat_template': "),
+        ("tokenizer.json", TOO_MANY_WORDS, "tokenizer.json: has tokens up to number 264, but the model has 264"),
         ("tokenizer.json", WORDS_WITHOUT_UNKNOWN, "tokenizer.json: WordLevel error: Missing [UNK] token"),
         ("config.json", '{"model_type": "llama", "num_attention_heads": 1e400}', "'num_attention_heads' is inf"),
         ("model.safetensors", None, "model.safetensors: no such file; weights are read from safetensors or GGUF"),
@@ -203,6 +220,39 @@ def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path, file: str, co
     with pytest.raises(CheckpointError) as caught:
         load(str(directory), "fp32")
     assert named in str(caught.value) and str(directory) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def post_processed() -> str:
+    backend = byte_tokenizer()
+    backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", BOS)])
+    return backend.to_str()
+
+
+@pytest.mark.parametrize(
+    ("file", "whole"),
+    [
+        (
+            "tokenizer_config.json",
+            '{"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}, "chat_template": "a"}',
+        ),
+        ("tokenizer_config.json", NAMED_TEMPLATE % '{"name": "b", "template": "c"}'),
+        ("generation_config.json", '{"eos_token_id": [257, 3]}'),
+        ("tokenizer.json", post_processed()),
+    ],
+)
+def test_whatever_stands_in_a_file_of_the_tokenizer_it_serves_or_is_one_line_that_names_the_file(
+    tmp_path: Path, file: str, whole: str
+) -> None:
+    config = ModelConfig.read(str(random_llama(tmp_path)))
+    for what, damage in damaged(json.loads(whole)):
+        (tmp_path / file).write_text(json.dumps(damage))
+        try:
+            tokenizer = load_tokenizer(tmp_path, config)
+            assert max(tokenizer.encode("abc <|eos|>"), default=0) < VOCAB, what
+            with suppress(ChatTemplateError):
+                tokenizer.encode_chat([{"role": "user", "content": "x"}])
+        except CheckpointError as error:
+            assert str(error).startswith(f"{tmp_path / file}: ") and "\n" not in str(error), what
 
 
 def test_weights_that_are_no_numbers_or_too_large_for_fp16_are_named(tmp_path: Path) -> None:
@@ -303,7 +353,7 @@ def test_other_forms_of_a_tokenizer_are_told_from_none(tmp_path: Path, file: str
 @pytest.mark.parametrize("changes", [{"rms_norm_eps": float("nan")}, {"max_position_embeddings": 10**30}])
 def test_a_config_whose_numbers_are_none_is_refused_by_key(tmp_path: Path, changes: dict[str, Any]) -> None:
     (key,) = changes
-    with pytest.raises(CheckpointError, match=f"config key '{key}' is "):
+    with pytest.raises(CheckpointError, match=f"key '{key}' is "):
         load(str(edited(random_llama(tmp_path), {}, **changes)), "fp32")
 
 

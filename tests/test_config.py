@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoints import config_of, random_hf
+from checkpoints import config_of, damaged, random_hf
 from safetensors.torch import load_file
 
-from model.config import ConfigError, ModelConfig, Rope
+from model.config import ConfigError, ModelConfig, Rope, stored_form
 
 
 def read(family: str, drop: tuple[str, ...] = (), **changes: Any) -> ModelConfig:
@@ -22,14 +23,21 @@ def read(family: str, drop: tuple[str, ...] = (), **changes: Any) -> ModelConfig
     [
         ("llama", {"model_type": "falcon"}, "'model_type' is 'falcon'"),
         ("llama", {"model_type": None}, "'model_type' is missing"),
+        ("llama", {"model_type": ["llama"]}, "'model_type' is ['llama']; supported: "),
+        ("llama", {"hidden_act": []}, "'hidden_act' is []; supported: "),
+        ("llama", {"rope_scaling": []}, "'rope_scaling' is []; it must be one flat set"),
+        ("llama", {"rms_norm_eps": -1e-5}, "'rms_norm_eps' is -1e-05; it must be from 0"),
+        ("mistral", {"num_hidden_layers": 2**31 - 1}, "'num_hidden_layers' is 2147483647; it must be at most 65,536"),
+        ("mistral", {"layer_types": "sliding_attention"}, "'layer_types' is 'sliding_attention'; it must be a list"),
+        ("qwen2", {"max_window_layers": -1}, "'max_window_layers' is -1; it must be at least 0"),
         ("llama", {"hidden_act": "mish"}, "'hidden_act' is 'mish'"),
         ("llama", {"num_hidden_layers": None}, "'num_hidden_layers' is missing"),
         ("llama", {"num_hidden_layers": "2"}, "'num_hidden_layers' is '2'; it must be an integer"),
         ("llama", {"num_hidden_layers": True}, "'num_hidden_layers' is True"),
-        ("llama", {"num_hidden_layers": 0}, "num_layers is 0"),
+        ("llama", {"num_hidden_layers": 0}, "'num_hidden_layers' is 0; it must be at least 1"),
         ("llama", {"num_attention_heads": 0}, "'num_attention_heads' is 0"),
-        ("llama", {"num_key_value_heads": 3}, "4 query heads cannot share 3 kv heads"),
-        ("llama", {"head_dim": 15}, "head_dim 15 is odd"),
+        ("llama", {"num_key_value_heads": 3}, "4 query heads ('num_attention_heads') cannot share 3 kv heads"),
+        ("llama", {"head_dim": 15}, "'head_dim' is 15, which is odd"),
         ("llama", {"rms_norm_eps": "tiny"}, "'rms_norm_eps' is 'tiny'"),
         ("llama", {"attention_bias": 1}, "'attention_bias' is 1; it must be true or false"),
         ("llama", {"sliding_window": 8}, "'sliding_window' is 8; it changes the maths"),
@@ -45,7 +53,11 @@ def read(family: str, drop: tuple[str, ...] = (), **changes: Any) -> ModelConfig
         ("qwen2", {"mlp_bias": True}, "'mlp_bias' is True"),
         ("qwen2", {"use_sliding_window": False, "layer_types": ["sliding_attention"] * 2}, "no sliding window is set"),
         ("qwen3", {"use_sliding_window": True, "layer_types": ["chunked_attention"] * 2}, "'chunked_attention'"),
-        ("qwen3", {"use_sliding_window": True, "layer_types": ["sliding_attention"]}, "1 layer types for 2 layers"),
+        (
+            "qwen3",
+            {"use_sliding_window": True, "layer_types": ["sliding_attention"]},
+            "'layer_types' has 1 entries for 2 layers",
+        ),
         ("gpt2", {"n_embd": 66}, "'n_embd' is 66"),
         ("gpt2", {"scale_attn_weights": False}, "'scale_attn_weights' is False"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "'scale_attn_by_inverse_layer_idx' is True"),
@@ -60,6 +72,34 @@ def test_what_is_not_computed_here_is_refused_by_key_and_value(
         read(family, **changes)
     assert named in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 64, "truncate": True}
+YARN |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "attention_factor": 1.0}
+ON = {"use_sliding_window": True, "sliding_window": 8}
+
+
+@pytest.mark.parametrize(
+    ("family", "more"),
+    [
+        ("llama", {"rope_parameters": YARN, "attention_bias": False, "mlp_bias": False}),
+        ("llama", {"rope_scaling": {"type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}}),
+        ("mistral", {"layer_types": ["sliding_attention"] * 2, "rope_theta": 1e4}),
+        ("qwen2", ON | {"max_window_layers": 1}),
+        ("qwen3", ON | {"layer_types": ["full_attention", "sliding_attention"], "quantization_config": None}),
+        ("gpt2", {"tie_word_embeddings": True, "scale_attn_weights": True}),
+    ],
+)
+def test_whatever_stands_in_a_key_is_read_or_refused_in_one_line_that_names_a_key(
+    family: str, more: dict[str, Any]
+) -> None:
+    for what, raw in damaged(config_of(family, **more)):
+        try:
+            config = ModelConfig.from_hf(raw)
+        except ConfigError as error:
+            assert re.search("'[a-z_.]+'", str(error)) and "\n" not in str(error), what
+        else:
+            assert len(config.windows) in (0, config.num_layers), what
 
 
 @pytest.mark.parametrize("kind", ["dynamic", "longrope", "foo", "mrope"])
@@ -80,7 +120,7 @@ def test_an_unsupported_rope_type_is_refused_by_name(kind: str, spelling: str) -
         ),
         ({"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 4.0, "high_freq_factor": 4.0}, "'low_freq_factor'"),
         ({"rope_type": "yarn", "factor": "4"}, "'rope_parameters.factor' is '4'"),
-        ({"rope_theta": -1.0}, "'rope_theta' is -1.0"),
+        ({"rope_theta": -1.0}, "rope_theta' is -1.0"),
         ({"rope_theta": float("nan")}, "rope_theta' is nan"),
     ],
 )
@@ -126,6 +166,17 @@ def test_windows_follow_each_familys_keys() -> None:
     assert read("qwen2", **on, max_window_layers=1).windows == (None, 8)
     assert read("qwen2", **on, max_window_layers=2).windows == ()
     assert read("qwen3", **on, layer_types=["sliding_attention", "full_attention"]).windows == (8, None)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "null", "[1]", "[" * 100_000, '{"a":' * 100_000, '{"a": ' + "9" * 5000 + "}"]
+)
+def test_a_file_that_is_no_json_object_is_one_line_for_the_plan_too(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text)
+    for read_it in (ModelConfig.read, stored_form):
+        with pytest.raises(ConfigError) as caught:
+            read_it(str(tmp_path))
+        assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in str(caught.value)
 
 
 def test_unknown_keys_are_named_once_and_known_harmless_ones_not_at_all(caplog: pytest.LogCaptureFixture) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -11,14 +12,14 @@ import gguf
 import numpy as np
 import pytest
 import torch
-from checkpoints import VOCAB, config_of, random_hf, random_llama, to_gguf
+from checkpoints import VOCAB, config_of, damaged, random_hf, random_llama, to_gguf
 from gguf import GGMLQuantizationType as Kind
 from test_parity import CASES, SHAPES, TOKENS, close, forward, twin_of
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from model.checkpoint import CheckpointError, load
 from model.config import ConfigError, ModelConfig
-from model.gguf import GGUFError, GGUFFile, read_tokenizer
+from model.gguf import GGUFError, GGUFFile, hf_config, read_tokenizer
 from model.kv_memory import KVLayout
 from model.kv_pool import KVPool
 
@@ -155,19 +156,53 @@ def test_no_damaged_header_does_anything_but_raise_one_named_error(tmp_path: Pat
                 assert str(path) in str(error)
 
 
+def test_arrays_in_arrays_without_end_are_refused(tmp_path: Path) -> None:
+    depth = 100_000
+    head = b"GGUF" + struct.pack("<IQQQ", 3, 0, 1, 1) + b"a" + struct.pack("<I", 9)
+    (tmp_path / "deep.gguf").write_bytes(head + struct.pack("<IQ", 9, 1) * depth)
+    with pytest.raises(ConfigError, match=r"deep\.gguf: not a GGUF header, or cut short, at byte "):
+        ModelConfig.read(str(tmp_path / "deep.gguf"))
+
+
+YARN = {
+    "llama.rope.scaling.type": "yarn",
+    "llama.rope.scaling.factor": 2.0,
+    "llama.rope.scaling.original_context_length": 64,
+    "llama.rope.scaling.attn_factor": 2.0,
+}
+
+
 @pytest.mark.parametrize(
     ("more", "named"),
     [
         ({"llama.block_count": None}, "key 'llama.block_count' is missing"),
         ({"llama.expert_count": 8}, "key 'llama.expert_count' is 8"),
-        ({"split.count": 3}, "key 'split.count' is 3: one of several parts"),
+        ({"split.count": 3}, "key 'split.count' is 3; one of several parts"),
         ({"llama.rope.dimension_count": 8}, "key 'llama.rope.dimension_count' is 8; supported: 16"),
         ({"llama.rope.scaling.type": "longrope"}, "is 'longrope'; supported"),
-        ({"llama.attention.head_count_kv": [2, 1]}, "'num_key_value_heads' is [2, 1]"),
+        ({"llama.attention.head_count_kv": [2, 1]}, "key 'llama.attention.head_count_kv' is [2, 1]; it must be"),
         ({"tokenizer.ggml.model": "bert"}, "key 'tokenizer.ggml.model' is 'bert'"),
         ({"tokenizer.ggml.pre": "wonder"}, "key 'tokenizer.ggml.pre' is 'wonder'"),
-        ({"tokenizer.ggml.pre": None}, "key 'tokenizer.ggml.pre' is None"),
+        ({"tokenizer.ggml.pre": None}, "key 'tokenizer.ggml.pre' is missing"),
         ({"tokenizer.ggml.eos_token_id": 999}, "key 'tokenizer.ggml.eos_token_id' is 999"),
+        ({"split.count": "x"}, "key 'split.count' is 'x'; it must be an integer"),
+        ({"general.alignment": 7}, "key 'general.alignment' is 7; it must be a multiple of 8"),
+        ({"general.alignment": 512}, "bytes into the data; 'general.alignment' is 512"),
+        (YARN | {"llama.rope.scaling.attn_factor": "x"}, "key 'llama.rope.scaling.attn_factor' is 'x'; it must be"),
+        (YARN | {"llama.rope.scaling.factor": 0.0}, "RoPE 'factor' is 0.0"),
+        ({"llama.context_length": 256.0}, "key 'llama.context_length' is 256.0; it must be an integer"),
+        ({"llama.block_count": 2**31}, "key 'llama.block_count' is 2147483648; it must be at most 65,536"),
+        ({"tokenizer.chat_template": 5}, "key 'tokenizer.chat_template' is 5; it must be a text"),
+        ({"tokenizer.ggml.eos_token_id": "x"}, "key 'tokenizer.ggml.eos_token_id' is 'x'; it must be an integer"),
+        ({"tokenizer.ggml.merges": ["abc"]}, "key 'tokenizer.ggml.merges' is ['abc']; "),
+        (
+            {"tokenizer.ggml.merges": ["a b"]},
+            "key 'tokenizer.ggml.merges' is ['a b']; Error while initializing BPE: Token `ab` out of vocabulary",
+        ),
+        ({"tokenizer.ggml.token_type": [1]}, "key 'tokenizer.ggml.token_type' has 1 types for 264 tokens"),
+        ({"tokenizer.ggml.tokens": 5}, "key 'tokenizer.ggml.tokens' is 5; it must be a list"),
+        ({"tokenizer.ggml.tokens": [1] * VOCAB}, "key 'tokenizer.ggml.tokens' has 1 at 0; it must be str"),
+        ({"tokenizer.ggml.tokens": ["a"] * VOCAB}, "key 'tokenizer.ggml.tokens' has 'a' 264 times"),
         ({"tokenizer.ggml.tokens": None, "llama.vocab_size": VOCAB}, "key 'tokenizer.ggml.tokens' is missing"),
     ],
 )
@@ -176,6 +211,24 @@ def test_metadata_that_is_missing_or_not_supported_is_named(tmp_path: Path, more
     with pytest.raises(CheckpointError) as caught:
         load(str(path), "fp32")
     assert named in str(caught.value) and str(path) in str(caught.value)
+
+
+def test_whatever_stands_in_the_metadata_is_read_or_refused_in_one_line_that_names_a_key(
+    tmp_path: Path, spm: dict[str, Any]
+) -> None:
+    more = YARN | {"tokenizer.ggml.merges": ['! "'], "tokenizer.chat_template": "a", "split.count": 1}
+    more |= {"tokenizer.ggml.unknown_token_id": 3, "llama.attention.sliding_window": 0, "llama.expert_count": 0}
+    file = GGUFFile(to_gguf(random_llama(tmp_path / "hf"), tmp_path / "whole.gguf", more=more))
+    whole = file.metadata
+    whole["tokenizer.ggml.tokens"][-1] = '!"'
+    for what, metadata in [*damaged(whole), *damaged(whole | spm)]:
+        if "ud800" in what:
+            continue  # a file holds UTF-8
+        try:
+            ModelConfig.from_hf(hf_config(metadata, file.tensors))
+            read_tokenizer(metadata).backend.encode("abc")
+        except ConfigError as error:
+            assert re.search("'[a-z_.]+'", str(error)), what
 
 
 def test_tensors_that_are_odd_are_named_as_the_file_names_them(tmp_path: Path) -> None:
@@ -312,12 +365,13 @@ def sentencepiece() -> Tokenizer:
     return Tokenizer.from_str(json.dumps(state))
 
 
-def test_a_sentencepiece_tokenizer_from_scores_gives_the_ids_of_its_twin() -> None:
-    theirs = sentencepiece()
-    model = json.loads(theirs.to_str())["model"]
+@pytest.fixture
+def spm() -> dict[str, Any]:
+    """The same as a converter writes it."""
+    model = json.loads(sentencepiece().to_str())["model"]
     tokens = sorted(model["vocab"], key=model["vocab"].get)
     merged = ["".join(merge) for merge in model["merges"]]
-    metadata = {
+    return {
         "tokenizer.ggml.model": "llama",
         "tokenizer.ggml.tokens": tokens,
         "tokenizer.ggml.scores": [-float(merged.index(token)) if token in merged else -1e6 for token in tokens],
@@ -326,7 +380,11 @@ def test_a_sentencepiece_tokenizer_from_scores_gives_the_ids_of_its_twin() -> No
         "tokenizer.ggml.bos_token_id": 1,
         "tokenizer.ggml.eos_token_id": 2,
     }
-    found = read_tokenizer(metadata)
+
+
+def test_a_sentencepiece_tokenizer_from_scores_gives_the_ids_of_its_twin(spm: dict[str, Any]) -> None:
+    theirs = sentencepiece()
+    found = read_tokenizer(spm)
     assert (found.bos, found.ends) == (1, {2})
     for text in [*TEXTS, "<s> is text </s>"]:
         found.backend.encode_special_tokens = theirs.encode_special_tokens = True
@@ -334,7 +392,7 @@ def test_a_sentencepiece_tokenizer_from_scores_gives_the_ids_of_its_twin() -> No
         assert found.backend.encode(text, add_special_tokens=False).ids == ids, text
         assert not {1, 2} & set(ids)
         assert found.backend.decode(ids) == theirs.decode(ids)
-    bare = read_tokenizer(metadata | {"tokenizer.ggml.add_space_prefix": False}).backend
+    bare = read_tokenizer(spm | {"tokenizer.ggml.add_space_prefix": False}).backend
     assert bare.decode(bare.encode("end").ids) == "end" != bare.decode(found.backend.encode("end").ids)
-    with pytest.raises(GGUFError, match=r"'tokenizer\.ggml\.scores' does not have one score for each token"):
-        read_tokenizer(metadata | {"tokenizer.ggml.scores": [0.0]})
+    with pytest.raises(GGUFError, match=r"'tokenizer\.ggml\.scores' has 1 scores for "):
+        read_tokenizer(spm | {"tokenizer.ggml.scores": [0.0]})

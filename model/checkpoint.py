@@ -14,9 +14,10 @@ from typing import Any
 import tokenizers
 
 from model.chat import UnsafeTemplate, check
-from model.config import ConfigError, Keys, ModelConfig, Storage, locate
+from model.config import ModelConfig, Storage, locate
 from model.decoder import Decoder, WeightError
 from model.gguf import read_tokenizer
+from model.keys import ConfigError, Keys
 from model.linear import StorageError, check_storage
 from model.tokenizer import Tokenizer
 from model.weights import CheckpointError, Progress, give_back_heap, named, open_weights, read_json

@@ -19,7 +19,8 @@ from numpy.typing import NDArray
 
 from model import kernels
 from model.attention import Attention, Batch, rope_table
-from model.config import Activation, ConfigError, ModelConfig, Storage
+from model.config import Activation, ModelConfig, Storage
+from model.keys import ConfigError
 from model.kv_memory import size
 from model.kv_pool import KVPool
 from model.linear import DTYPES, Linear, find_safe_rows

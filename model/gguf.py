@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from model.config import MAX_LAYERS, ConfigError, Keys
+from model.keys import ConfigError, Keys
 
 
 class GGUFError(ConfigError):
@@ -185,7 +185,7 @@ def hf_config(metadata: Mapping[str, Any], tensors: Collection[str]) -> dict[str
             "model_type": "gpt2",
             "n_embd": width,
             "n_inner": keys.integer("feed_forward_length"),
-            "n_layer": keys.integer("block_count", most=MAX_LAYERS),
+            "n_layer": keys.integer("block_count"),
             "n_head": heads,
             "n_positions": keys.integer("context_length", least=2),
             "layer_norm_epsilon": keys.number("attention.layer_norm_epsilon"),
@@ -199,7 +199,7 @@ def hf_config(metadata: Mapping[str, Any], tensors: Collection[str]) -> dict[str
             "model_type": arch,
             "hidden_size": width,
             "intermediate_size": keys.integer("feed_forward_length"),
-            "num_hidden_layers": keys.integer("block_count", most=MAX_LAYERS),
+            "num_hidden_layers": keys.integer("block_count"),
             "num_attention_heads": heads,
             "num_key_value_heads": keys.integer("attention.head_count_kv", heads),
             "head_dim": dim,

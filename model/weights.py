@@ -14,9 +14,10 @@ from typing import Any, TextIO, TypeVar
 import torch
 from safetensors import safe_open
 
-from model.config import ModelConfig, json_object
+from model.config import ModelConfig
 from model.decoder import WeightError
 from model.gguf import GGUFFile, hf_config
+from model.keys import json_object
 from model.kv_memory import size
 
 T = TypeVar("T")

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
 
-from model.config import ConfigError
+from model.keys import ConfigError
 from server import logs
 from server.planning import make_plan, plan_text
 from server.settings import (

@@ -21,7 +21,8 @@ from tokenizers import Tokenizer, models, processors
 
 from model.chat import ChatTemplateError
 from model.checkpoint import CheckpointError, Progress, load, load_tokenizer
-from model.config import ConfigError, ModelConfig, Storage
+from model.config import ModelConfig, Storage
+from model.keys import ConfigError
 from model.kv_memory import KVLayout
 from model.kv_pool import KVPool
 

@@ -18,8 +18,9 @@ from test_parity import CASES, SHAPES, TOKENS, close, forward, twin_of
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
 from model.checkpoint import CheckpointError, load
-from model.config import ConfigError, ModelConfig
+from model.config import ModelConfig
 from model.gguf import GGUFError, GGUFFile, hf_config, read_tokenizer
+from model.keys import ConfigError
 from model.kv_memory import KVLayout
 from model.kv_pool import KVPool
 
@@ -191,7 +192,7 @@ YARN = {
         (YARN | {"llama.rope.scaling.attn_factor": "x"}, "key 'llama.rope.scaling.attn_factor' is 'x'; it must be"),
         (YARN | {"llama.rope.scaling.factor": 0.0}, "RoPE 'factor' is 0.0"),
         ({"llama.context_length": 256.0}, "key 'llama.context_length' is 256.0; it must be an integer"),
-        ({"llama.block_count": 2**31}, "key 'llama.block_count' is 2147483648; it must be at most 65,536"),
+        ({"llama.block_count": 2**31}, "key 'llama.block_count' is 2147483648; it must be at most 2,147,483,647"),
         ({"tokenizer.chat_template": 5}, "key 'tokenizer.chat_template' is 5; it must be a text"),
         ({"tokenizer.ggml.eos_token_id": "x"}, "key 'tokenizer.ggml.eos_token_id' is 'x'; it must be an integer"),
         ({"tokenizer.ggml.merges": ["abc"]}, "key 'tokenizer.ggml.merges' is ['abc']; "),

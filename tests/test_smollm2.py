@@ -13,7 +13,8 @@ import torch
 from test_parity import greedy
 
 from model.checkpoint import Checkpoint, load
-from model.config import ConfigError, locate
+from model.config import locate
+from model.keys import ConfigError
 from model.kv_memory import KVLayout
 from model.kv_pool import KVPool
 

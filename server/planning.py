@@ -4,25 +4,33 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from pydantic_settings import SettingsError
+
 from model.config import ModelConfig, Storage, stored_form
 from model.kv_memory import KVLayout, KVPlan, available_memory, can_page, plan, size
 from server.settings import ModelSettings, PlanSettings
 
 
 def storage_of(settings: ModelSettings) -> Storage:
-    """What --weights asks for; 'auto' is the form nearest to the file's own that the device has."""
+    """What --weights asks for; 'auto' is the form nearest to the file's own that the device has.
+
+    Raises SettingsError where the device has no such form.
+    """
     if settings.weights != "auto":
+        if settings.weights in ("int8", "int4") and settings.device != "cpu":
+            told = f"only on the CPU, not on {settings.device}; use --weights fp16"
+            raise SettingsError(f"--weights {settings.weights}: {told}")
         return settings.weights
     form = stored_form(settings.model)
     return "fp16" if form in ("int8", "int4") and settings.device != "cpu" else form
 
 
 def make_plan(settings: ModelSettings) -> tuple[ModelConfig, KVLayout, KVPlan]:
-    """Raises ConfigError for a model that is not there or not supported, ValueError for settings that contradict it."""
+    """Raises ConfigError for a model that is not there or not supported, SettingsError for what contradicts it."""
     config = ModelConfig.read(settings.model)
     max_context = settings.max_context or config.max_context
     if max_context > config.max_context:
-        raise ValueError(f"--max-context {max_context} is more than the model's own {config.max_context}")
+        raise SettingsError(f"--max-context {max_context} is more than the model's own {config.max_context}")
     on_cpu = settings.device == "cpu"
     storage = storage_of(settings)
     kept_in = settings.kv_dtype or ("fp32" if on_cpu else storage)
@@ -57,7 +65,7 @@ def _weights_do_not_fit(
 def _pool_bytes(settings: ModelSettings, layout: KVLayout, weight_bytes: int) -> int:
     if isinstance(settings, PlanSettings) and settings.memory is not None:
         if settings.kv_memory is not None:
-            raise ValueError("--memory and --kv-memory say the same thing twice; give one")
+            raise SettingsError("--memory and --kv-memory say the same thing twice; give one")
         return max(0, settings.memory - weight_bytes)
     every_slot_full = settings.slots * layout.committed(layout.max_context)
     if settings.kv_memory is not None:

@@ -234,9 +234,9 @@ class Metrics:
         self.gaps = Gaps("vllm:inter_token_latency_seconds", "Gap between two tokens of a choice", model)
         self.registry.register(self.gaps)
 
-    def first_token(self, prompt_tokens: int, cached_tokens: int) -> None:
+    def first_token(self, prompt_tokens: int, looked_up: bool, cached_tokens: int) -> None:
         self._vllm.prompt_tokens.inc(prompt_tokens)
-        self._vllm.prefix_queries.inc(prompt_tokens)
+        self._vllm.prefix_queries.inc(prompt_tokens if looked_up else 0)
         self._vllm.prefix_hits.inc(cached_tokens)
 
     def tokens(self, count: int) -> None:

@@ -56,6 +56,13 @@ def test_counts_agree_with_what_clients_were_told(live: Live) -> None:
     assert change["tokenteller_step_seconds_count"] >= 5
 
 
+def test_only_prompts_that_are_looked_up_count_as_such(live: Live) -> None:
+    before = scrape(live)
+    tokens = live.generate("looked up", max_tokens=1)["usage"]["prompt_tokens"]
+    live.generate("not looked up", max_tokens=1, cache_prefix=False)
+    assert grown(before, scrape(live))["vllm:prefix_cache_queries_total"] == tokens
+
+
 def test_refusals_cancels_and_levels_are_told(rand: Path) -> None:
     with serve(model=str(rand), slots=2) as live:
         idle = scrape(live)

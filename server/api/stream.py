@@ -350,7 +350,7 @@ class Stream:
         choice.last_token_at = now
         if self.first_token_at is None:
             self.first_token_at = now
-            metrics.first_token(len(self.request.prompt), self.cached_tokens)
+            metrics.first_token(len(self.request.prompt), self.request.cache_prefix, self.cached_tokens)
 
     def _served(self) -> Served:
         now, first, started_at = time.monotonic(), self.first_token_at, self.started_at

@@ -82,6 +82,9 @@ def test_only_the_origin_that_was_named_may_call_and_never_with_credentials(lock
     ours = CLIENT.options(locked.url + "/generate", headers={"Origin": "https://app.example"} | preflight)
     assert ours.status_code == 200 and ours.headers["access-control-allow-origin"] == "https://app.example"
     assert ours.headers["access-control-allow-headers"] == asked, "OpenAI's client and tracers send their own"
+    preflight["Access-Control-Request-Private-Network"] = "true"
+    local = CLIENT.options(locked.url + "/generate", headers={"Origin": "https://app.example"} | preflight)
+    assert local.status_code == 200 and local.headers["access-control-allow-private-network"] == "true"
     theirs = CLIENT.options(locked.url + "/generate", headers={"Origin": "https://evil.example"} | preflight)
     assert "access-control-allow-origin" not in theirs.headers
     assert theirs.status_code == 403 and theirs.json()["error"]["code"] == "origin_refused"

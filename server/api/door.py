@@ -85,7 +85,7 @@ class Origins(CORSMiddleware):
 
     def __init__(self, app: ASGIApp, metrics: Metrics, origins: Sequence[str]) -> None:
         expose = ["X-Request-Id", "Retry-After"]
-        super().__init__(app, origins, ["GET", "POST"], ["*"], expose_headers=expose)
+        super().__init__(app, origins, ["GET", "POST"], ["*"], expose_headers=expose, allow_private_network=True)
         self.metrics = metrics
 
     def preflight_response(self, request_headers: Headers) -> Response:

@@ -416,7 +416,7 @@ def main(argv: list[str] | None = None) -> int:
 def simulate(options: argparse.Namespace) -> None:
     layout = KVLayout(1, 1, 64, options.max_context)  # one layer, one head: a page holds 16 rows
     pool_bytes = layout.committed(16) * options.pool_rows // 16
-    print("".join(f"{title:>12}" for title in HEAD))
+    table: list[tuple[str, ...]] = [HEAD]  # printed with its first row, for the trace may be wrong
     for name in [options.trace] if options.trace else options.mix:
         for rule in options.rule:
             jobs = trace_jobs(name) if options.trace else mix_jobs(name, options.requests, options.seed)
@@ -425,8 +425,9 @@ def simulate(options: argparse.Namespace) -> None:
             else:
                 server = Simulation(options, rule, layout, pool_bytes)
             figures = server.run(that_fit(jobs, layout, pool_bytes, server.figures))
-            cells = row(Path(name).name, rule, figures, pool_bytes, len(figures.queued))
-            print("".join(f"{cell:>12}" for cell in cells), flush=True)
+            table.append(row(Path(name).name, rule, figures, pool_bytes, len(figures.queued)))
+            while table:
+                print("".join(f"{cell:>12}" for cell in table.pop(0)), flush=True)
 
 
 if __name__ == "__main__":

@@ -268,6 +268,16 @@ def test_that_rows_cost_nothing_is_never_learned() -> None:
     assert cost.slope > 0.0 and cost.predict(20) == pytest.approx(0.026, rel=0.3)
 
 
+@given(st.lists(st.tuples(st.integers(1, 600), st.floats(1e-5, 0.5)), min_size=1, max_size=80))
+def test_no_step_ever_seems_to_cost_less_than_nothing(steps: list[tuple[int, float]]) -> None:
+    cost = StepCost()
+    for rows, seconds in steps:
+        cost.observe(rows, seconds)
+        assert cost.base >= 0.0 <= cost.slope
+    mean = cost._y / cost._n
+    assert cost.predict(cost._x / cost._n) == pytest.approx(mean), "the line goes through the middle of what was seen"
+
+
 @pytest.mark.parametrize(("gap", "rows"), [(None, 9), (0.05, 32), (0.001, 4), (10.0, 64)])
 def test_prompts_get_the_rows_that_leave_the_tokens_their_pace(gap: float | None, rows: int) -> None:
     """A step costs 10 ms and 1 ms a row; 8 decode: 18 ms, half more is 27. 4 rows are sure, 64 are the most."""

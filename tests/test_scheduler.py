@@ -19,6 +19,7 @@ from model.sampler import Sampled, SamplingParams
 from server.engine.ledger import BYTES, KVLedger
 from server.engine.scheduler import Scheduler
 from server.engine.sequence import Copy, Failed, Finished, Release, Request, Sequence, Span, Started, Step, Token
+from server.engine.why import request_state
 
 GREEDY = SamplingParams(temperature=0.0)
 END = 999  # the end token
@@ -329,12 +330,67 @@ def test_a_time_that_was_told_holds_where_steps_become_slower(slower: float) -> 
     for _ in range(12):
         world.step()
     world.submit("waits", [2], 1)
-    latest_s, came = world.scheduler.latest_s(world.scheduler.waiting[0]), world.now
+    scheduler, came = world.scheduler, world.now
+    latest_s, next_s = scheduler.latest_s(scheduler.waiting[0]), scheduler.next_start_s()
+    told = request_state(scheduler, "waits"), request_state(scheduler, "runs")
+    assert told[0] and told[1]
+    until_s = told[0]["waiting"]["held_by"][0]["until_ms"] / 1000
+    assert latest_s == next_s == until_s == told[1]["choices"][0]["latest_end_ms"] / 1000
     while ("waits", 0) not in world.started:
         world.step()
         world.now += slower - 1.0
     assert latest_s and world.now - slower <= came + latest_s
     assert slower > 1.0 or latest_s < 2.5 * (world.now - came)
+
+
+def test_what_a_pause_of_the_engine_takes_is_no_cost_of_a_step_but_what_comes_between_steps_is() -> None:
+    world = World()
+    world.submit("x", [1], 9)
+    for _ in range(20):  # it ends, and nothing is computed any more
+        world.step()
+        world.now += 0.5
+    assert world.scheduler.cost.predict(1) == pytest.approx(1.5, rel=0.05)
+    world.now += 100.0
+    world.submit("y", [1], 1)
+    world.step()
+    assert world.scheduler.cost.predict(1) == pytest.approx(1.5, rel=0.1)
+
+
+def test_one_that_came_when_its_start_was_too_far_to_tell_is_told_as_soon_as_it_is_not(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(KVLedger, "HORIZON", 50)
+    world = World(slots=1)
+    for at in range(8):
+        world.submit(str(at), [1], 20)
+    scheduler = world.scheduler
+    assert [bool(s.plan) for s in scheduler.waiting] == [True] * 3 + [False] * 5
+    told: dict[str, float] = {}
+    while scheduler.waiting:
+        world.step()
+        scheduler.check()
+        waiting = len(scheduler.waiting)
+        assert [bool(s.plan) for s in scheduler.waiting] == [True] * min(waiting, 2) + [False] * (waiting - 2)
+        for sequence in scheduler.waiting:
+            latest_s = scheduler.latest_s(sequence)
+            if latest_s is not None:
+                told.setdefault(sequence.request.id, world.now + latest_s)
+        for id, _ in world.started:
+            assert world.now <= told.pop(id, world.now) + 1.0
+    assert not told and scheduler.next_start_s() == 0.0
+
+
+def test_what_no_horizon_reaches_is_not_told_as_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVLedger, "HORIZON", 10)
+    world = World(slots=1)
+    world.submit("runs", [1], 40)
+    world.step()
+    world.submit("waits", [1], 40)
+    assert world.scheduler.latest_s(world.scheduler.waiting[0]) is None
+    for _ in range(5):
+        world.step()
+    assert world.scheduler.next_start_s() >= 10.0
+    world.drain()
 
 
 DRAW = st.binary(min_size=9, max_size=9)  # integers would mostly be small ones, and the last choices always the first

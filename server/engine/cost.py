@@ -28,8 +28,9 @@ class StepCost:
         if spread > _TELLING * mean_x * mean_x:  # else all were about as large: what a row costs stays as it was
             slope = (self._xy / self._n - mean_x * mean_y) / spread
             if slope > 0.0:  # that rows cost nothing, only noise says
-                self.slope = min(slope, mean_y / mean_x)
-        self.base = mean_y - self.slope * mean_x
+                self.slope = slope
+        self.slope = min(self.slope, mean_y / mean_x)  # a step of no rows costs nothing, not less
+        self.base = max(0.0, mean_y - self.slope * mean_x)
 
     def predict(self, rows: float) -> float:
         return self.base + self.slope * rows

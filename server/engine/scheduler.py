@@ -95,7 +95,7 @@ class Scheduler:
         self.held: set[str] = set()  # requests whose readers are slow
         self._timers: list[tuple[float, int, Sequence, bool]] = []  # a heap; True: only while it waits
         self._serial = count()
-        self._planned_at = 0.0
+        self._began: float | None = None  # when the step under way did: as the last one ended, unless there was a pause
         self._freed = 0  # how often something has come free: worth another try for those that wait
         self._tried = 0  # for which of these they were tried
         self._due = 0  # the first step for which a start is booked
@@ -120,7 +120,8 @@ class Scheduler:
 
     def plan(self, now: float) -> Step:
         """Lets in who may come in, and chooses what the next step computes."""
-        self._planned_at = now
+        if self._began is None:
+            self._began = now
         self._expire(now)
         if self.held:
             self._extend_holds()
@@ -147,10 +148,12 @@ class Scheduler:
         """Books what a step computed. An outcome is a token, or what went wrong: in order, one of each span that
         samples, and after it one of each of its guesses.
         """
+        began, self._began = self._began, now if step.spans else None
         if not step.spans:
             self._put_right()
             return []
-        self.cost.observe(step.rows, now - self._planned_at)
+        assert began is not None
+        self.cost.observe(step.rows, now - began)
         self.ledger.timetable.tick()
         events: list[Event] = []
         spans: Seq[Span] = step.spans
@@ -221,14 +224,18 @@ class Scheduler:
 
         The step is certain, what steps cost is not: they took up to 1.6 times as long while hundreds connected.
         """
-        return None if sequence.plan is None else SLACK * self.seconds_until(sequence.plan.begin)
+        return None if sequence.plan is None else self.within_s(sequence.plan.begin)
 
     def next_start_s(self) -> float:
         """Seconds after which the next one waiting has its slot at the latest; 0 when nobody waits."""
-        return self.seconds_until(self._due) if self.waiting else 0.0
+        return self.within_s(self._due) if self.waiting else 0.0
+
+    def within_s(self, step: int) -> float:
+        """Seconds after which `step` begins at the latest."""
+        return SLACK * self.seconds_until(step)
 
     def seconds_until(self, step: int) -> float:
-        """What the steps before `step` cost, with all the rows planned for them."""
+        """What the steps before `step` cost lately, with all the rows planned for them."""
         timetable = self.ledger.timetable
         steps = max(0, step - timetable.now)
         rows = int(timetable.ahead(timetable.now, steps)[1:].sum())
@@ -319,7 +326,12 @@ class Scheduler:
                 self._postpone(sequence)
             passed.append(sequence)
             closed |= sequence.passed >= self.bypass_limit or len(passed) >= LOOK_AHEAD
-        self._due = min((s.plan.begin for s in self.waiting if s.plan), default=clock)
+        for at, sequence in enumerate(self.waiting):
+            if sequence.plan is None:  # when it came, its start was too far to be told
+                self._book(at)
+                if sequence.plan is None:
+                    break
+        self._due = min((s.plan.begin for s in self.waiting if s.plan), default=clock + self.ledger.HORIZON)
 
     def _idle_until_due(self) -> bool:
         """Lets a step pass in which nothing is computed, when all that is there waits for its time to come."""

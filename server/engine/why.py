@@ -78,7 +78,7 @@ def _holders(scheduler: Scheduler, step: int) -> list[dict[str, Any]]:
             "request_id": owner,
             "slot": slot,
             "bytes": bytes_,
-            "until_ms": round(1000 * scheduler.seconds_until(end + 1), 1),
+            "until_ms": round(1000 * scheduler.within_s(end + 1), 1),
         }
         for bytes_, slot, owner, end in taking[:3]
     ]
@@ -127,5 +127,5 @@ def _choice(scheduler: Scheduler, sequence: Sequence) -> dict[str, Any]:
         "bytes": scheduler.ledger.layout.committed(account.rows),
         "cached_tokens": sequence.cached,
         "generated": sequence.generated,
-        "latest_end_ms": round(1000 * scheduler.seconds_until(account.plan.end + 1), 1),
+        "latest_end_ms": round(1000 * scheduler.within_s(account.plan.end + 1), 1),
     }

@@ -69,8 +69,14 @@ def parse_counts(value: Any) -> Any:
     return tuple(value.split(",")) if isinstance(value, str) else value
 
 
+def parse_text(value: Any) -> Any:
+    """The bytes of an argument that are no UTF-8 come as lone surrogates, which no request can carry."""
+    return value.encode(errors="surrogateescape").decode() if isinstance(value, str) else value
+
+
 ApiKeys = Annotated[tuple[SecretStr, ...], NoDecode, BeforeValidator(parse_keys)]
 Origins = Annotated[tuple[str, ...], NoDecode, BeforeValidator(parse_origins)]
+Text = Annotated[str, BeforeValidator(parse_text)]
 Counts = Annotated[tuple[Annotated[int, Field(ge=1, le=4096)], ...], NoDecode, BeforeValidator(parse_counts)]
 
 
@@ -184,7 +190,7 @@ class GenerateSettings(ModelSettings):
 
     model_config = SettingsConfigDict(cli_prog_name="tokenteller generate")
 
-    prompt: CliPositionalArg[str] = Field(description="the text to continue")
+    prompt: CliPositionalArg[Text] = Field(description="the text to continue")
     url: HttpUrl | None = Field(None, description="address of a running server (default: load the model here)")
     api_key: ApiKeys = Field((), description="the key that the server asks for, or @FILE")
     max_tokens: int | None = Field(None, description="tokens to generate")

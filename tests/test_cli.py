@@ -74,6 +74,7 @@ def test_a_pool_too_small_for_one_sequence_is_told_before_any_weight_is_loaded(r
         (["serve", "--no-such-flag", "1"], {}, "no-such-flag"),
         (["serve", "extra"], {}, "extra"),
         (["generate"], {}, "PROMPT"),
+        (["generate", "a\udcff"], {}, "--prompt: 'utf-8' codec can't decode byte 0xff in position 1"),
         (["bench", "--streams", "1,,2"], {}, "--streams:"),
         (["serve"], {"TOKENTELLER_PORT": "http"}, "--port"),
         (["generate", "x"], {"TOKENTELLER_PORT": "http"}, "--port"),

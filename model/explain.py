@@ -7,9 +7,11 @@ against what the decoder itself wrote to the pool.
 from __future__ import annotations
 
 import argparse
+import math
 import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 
 import torch
@@ -35,10 +37,15 @@ def batch_of(ids: list[int], start: int, slot: int = 0) -> Batch:
 
 @torch.inference_mode()
 def explain(checkpoint: Checkpoint, text: str) -> None:
-    """The way of `text` through the first layer, to the pool, and to the next token."""
+    """The way of `text` through the first layer, to the pool, and to the next token.
+
+    Raises ValueError for a text without tokens, or with more than the context has.
+    """
     decoder, tokenizer, config = checkpoint.decoder, checkpoint.tokenizer, checkpoint.config
     ids = tokenizer.encode(text)
-    layout = KVLayout.of(config, config.max_context)
+    if not 1 <= len(ids) <= config.max_context:
+        raise ValueError(f"the text has {len(ids)} tokens; it must have 1..{config.max_context}, the model's context")
+    layout = KVLayout.of(config, config.max_context, chunk=len(ids))
     pool = KVPool(layout, slots=1)
     logits = decoder.forward(batch_of(ids, 0), pool)[0]  # [vocab]
     pieces = " ".join(f"{token}={tokenizer.backend.decode([token], skip_special_tokens=False)!r}" for token in ids)
@@ -53,32 +60,53 @@ def explain(checkpoint: Checkpoint, text: str) -> None:
     show("logits", logits, f"a score for each of the {config.vocab_size} tokens that may come next")
     for probability, token in zip(*logits.softmax(-1).topk(5), strict=True):
         print(f"{'':<14} {float(probability):6.1%}  {tokenizer.decode([int(token)])!r}")
+    if len(ids) == config.max_context:
+        print(f"\nThe next token is drawn from these and is the last: the context of {len(ids)} rows is full.")
+        return
+    reach = " as far back as a layer's window reaches" if any(config.windows) else ""
     print(f"\nThe next token is drawn from these, gets position {len(ids)}, and only its own row is computed: the")
-    print(f"{len(ids)} rows before it are read from the pool and never computed again.")
+    print(f"{len(ids)} rows before it are read from the pool{reach} and never computed again.")
 
 
 def explain_attention(decoder: Decoder, ids: list[int], pool: KVPool) -> None:
     """Every tensor of layer 0's attention; raises AssertionError if the textbook and the pool disagree."""
     block, rows = decoder.blocks[0], len(ids)
     attention, config = block.attention, decoder.config
-    cos, sin = decoder.cos[:rows], decoder.sin[:rows]
     x = decoder.embed(torch.tensor(ids))  # [N, E]
     show("x", x, "the tokens' embeddings, one row each")
+    if decoder.positions is not None:
+        x = with_positions(decoder, x, 0)
+        show("x + position", x, "plus the learned row of each position, so that order counts: here is no RoPE")
     normed = block.attention_norm(x)  # [N, E]
-    show("norm(x)", normed, "each row divided by its root mean square, times a learned weight")
-    show("q,k,v", attention.qkv(normed), "one product for all three: (H + 2K) x D columns")
+    if config.norm == "rms":
+        show("norm(x)", normed, "each row divided by its root mean square, times a learned weight")
+    else:
+        show("norm(x)", normed, "each row less its mean, over its standard deviation, times a weight, plus a bias")
+    bias = ", plus a bias" if config.qkv_bias else ""
+    show("q,k,v", attention.qkv(normed), f"one product for all three{bias}: (H + 2K) x D columns")
     q, k, v = attention.project(normed)
-    show("q", q, "head split: what each row looks for, per query head  [N, H, D]")
-    show("k", k, "what each row offers to be found by, per kv head  [N, K, D]")
+    each = ", each head normed" if config.qk_norm else ""
+    show("q", q, f"head split{each}: what each row looks for, per query head  [N, H, D]")
+    show("k", k, f"what each row offers to be found by, per kv head{each}  [N, K, D]")
     show("v", v, "what each row hands over when it is found  [N, K, D]")
-    q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    show("rotated k", k, "RoPE turns pairs by position x frequency; done once, before it is written")
+    if config.rope:
+        q, k = (rotate(t, decoder.cos[:rows], decoder.sin[:rows]) for t in (q, k))
+        show("rotated k", k, "RoPE turns pairs by position x frequency; done once, before it is written")
     keys, values = pool.keys(0, 0, rows), pool.values(0, 0, rows)  # [K, N, D]
-    assert torch.allclose(keys, k.transpose(0, 1), atol=1e-5), "the pool does not hold the rotated keys"
+    assert torch.allclose(keys, k.transpose(0, 1), atol=1e-5), "the pool does not hold these keys"
     group = config.group
-    print(f"{'':<14} {group} query heads share one kv head: head h reads kv head h // {group}")
+    if group == 1:
+        print(f"{'':<14} each query head has a kv head of its own")
+    else:
+        print(f"{'':<14} {group} query heads share one kv head: head h reads kv head h // {group}")
     shared_k, shared_v = (t.repeat_interleave(group, dim=0) for t in (keys, values))  # [H, N, D]
     mask = causal_mask(rows, rows)
+    window = config.window(0)
+    if window:
+        mask += torch.full((rows, rows), -math.inf).tril(-window)
+        print(
+            f"{'':<14} this layer has a window of {window} rows: a row looks at itself and the {window - 1} before it"
+        )
     show("mask", mask, "0 where a row may look, -inf where it may not: exp(-inf) is 0, while exp(0) is 1")
     scores, weights, out = scaled_dot_product(q.transpose(0, 1), shared_k, shared_v, mask)
     show("scores", scores, f"q k^T / sqrt({config.head_dim}) + mask, so that their variance is about 1")
@@ -87,6 +115,13 @@ def explain_attention(decoder: Decoder, ids: list[int], pool: KVPool) -> None:
     joined = out.transpose(0, 1).reshape(rows, -1)  # [N, H x D]
     show("concatenated", joined, "the heads side by side")
     show("projected", attention.out(joined), "mixed back to the model's width, added to x")
+
+
+def with_positions(decoder: Decoder, x: torch.Tensor, start: int) -> torch.Tensor:
+    """Embeddings [N, E] of the tokens from position `start` on, plus learned positions if the model has them."""
+    if decoder.positions is None:
+        return x
+    return x + decoder.positions[start : start + len(x)].float()
 
 
 def explain_memory(layout: KVLayout, pool: KVPool, rows: int) -> None:
@@ -98,7 +133,15 @@ def explain_memory(layout: KVLayout, pool: KVPool, rows: int) -> None:
     layers, heads, dim, element = layout.num_layers, layout.num_kv_heads, layout.head_dim, layout.bytes_per_element
     formula = f"2 x {layers} layers x {heads} kv heads x {dim} head_dim x {element} bytes"
     print(f"formula        {formula} = {layout.bytes_per_token:,} bytes per token")
-    print(f"               x {rows} rows = {layout.kv_bytes(rows):,} bytes")
+    kept = Counter(min(rows, window or rows) for window in layout.windows)  # rows: layers that keep so many
+    if min(kept, default=rows) == rows:
+        print(f"               x {rows} rows = {layout.kv_bytes(rows):,} bytes")
+    else:
+        parts = " + ".join(f"{count} layers x {most} rows" for most, count in kept.items())
+        each = f"{layout.bytes_per_token // layers:,} bytes in each layer"
+        print(f"               a layer keeps no more rows than its window has; of the {rows}:")
+        print(f"               ({parts}) x {each} = {layout.kv_bytes(rows):,} bytes")
+        print(f"               as yet all {rows} are there: whole pages before the window go back with later tokens")
     print(f"committed      {layout.committed(rows):,} bytes: {layout.lanes} lanes in whole pages of 4,096 bytes")
     print(f"kernel         {pool.resident_bytes():,} bytes of this mapping are resident")
     print(f"address space  {size(pool.slots * layout.slot_bytes)} for {pool.slots} slot of {layout.max_context} rows")
@@ -152,14 +195,16 @@ def with_concatenated_cache(decoder: Decoder, tokens: int) -> list[float]:
     def step(ids: list[int]) -> torch.Tensor:
         at = len(ids) - 1
         cos, sin = decoder.cos[at : at + 1], decoder.sin[at : at + 1]
-        x = decoder.embed(torch.tensor(ids[-1:]))  # [1, E]
+        x = with_positions(decoder, decoder.embed(torch.tensor(ids[-1:])), at)  # [1, E]
         for layer, block in enumerate(decoder.blocks):
             q, k, v = block.attention.project(block.attention_norm(x))
-            row = torch.stack((rotate(k, cos, sin), v)).transpose(1, 2)  # [2, K, 1, D]
-            cache[layer] = torch.cat((cache[layer], row), dim=2)
+            if config.rope:
+                q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+            row = torch.stack((k, v)).transpose(1, 2)  # [2, K, 1, D]
+            cache[layer] = torch.cat((cache[layer], row), dim=2)[:, :, -block.attention.window :]
             keys, values = (t.repeat_interleave(config.group, dim=0) for t in cache[layer])  # [H, n, D]
-            query = rotate(q, cos, sin).transpose(0, 1)  # [H, 1, D]
-            out = scaled_dot_product(query, keys, values, torch.zeros(1, at + 1))[2]  # [H, 1, D]
+            mask = torch.zeros(1, keys.shape[1])  # all that is kept may be looked at
+            out = scaled_dot_product(q.transpose(0, 1), keys, values, mask)[2]  # [H, 1, D]
             x = x + block.attention.out(out.reshape(1, -1))
             x = x + block.mlp(block.mlp_norm(x))
         return decoder.head(decoder.norm(x))  # [1, vocab]
@@ -174,6 +219,11 @@ def main() -> int:
     parser.add_argument("--compare", action="store_true", help="time no cache, concatenated cache and pool instead")
     parser.add_argument("--tokens", type=int, default=512, help="tokens to generate for --compare")
     arguments = parser.parse_args()
+    try:
+        arguments.text.encode(errors="surrogateescape").decode()
+    except UnicodeError as error:
+        print(f"explain: the text is not UTF-8: {error}", file=sys.stderr)
+        return 2
     try:
         checkpoint = load(arguments.model, "fp32")
         most = checkpoint.config.max_context

@@ -61,7 +61,7 @@ def test_plan_prints_the_same_numbers_as_json(rand: Path) -> None:
 
 
 def test_a_pool_too_small_for_one_sequence_is_told_before_any_weight_is_loaded(rand: Path) -> None:
-    result = run("serve", "--model", str(rand), "--kv-memory", "10KiB")
+    result = run("serve", "--port", "0", "--model", str(rand), "--kv-memory", "10KiB")
     assert result.returncode == 1
     assert "10 KiB" in result.stderr and len(result.stderr.strip().splitlines()) == 1
 
@@ -102,7 +102,7 @@ def test_a_variable_is_a_setting_by_its_prefix_alone_and_may_be_another_commands
 
 
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
-    result = run("serve", "--model", "/nowhere")
+    result = run("serve", "--port", "0", "--model", "/nowhere")
     assert result.returncode == 1
     assert "/nowhere" in result.stderr and len(result.stderr.strip().splitlines()) == 1
 
@@ -118,7 +118,7 @@ def test_a_port_in_use_is_told_before_the_model_is_looked_at(host: str) -> None:
 
 @pytest.mark.parametrize(("host", "code"), [("a..b", 2), ("192.0.2.1", 1)])
 def test_a_host_that_is_not_ours_is_told_before_the_model_is_looked_at(host: str, code: int) -> None:
-    result = run("serve", "--model", "/nowhere", "--host", host)
+    result = run("serve", "--port", "0", "--model", "/nowhere", "--host", host)
     assert result.returncode == code
     assert host in result.stderr and "/nowhere" not in result.stderr and result.stderr.count("\n") == 1
 

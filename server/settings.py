@@ -12,7 +12,9 @@ from pydantic_settings import (
     BaseSettings,
     CliImplicitFlag,
     CliPositionalArg,
+    EnvSettingsSource,
     NoDecode,
+    PydanticBaseSettingsSource,
     SettingsConfigDict,
     SettingsError,
 )
@@ -86,13 +88,19 @@ class ModelSettings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix=PREFIX,
         env_prefix_target="all",  # aliases, too
-        env_ignore_empty=True,  # compose files set what is unset to nothing
         frozen=True,
         extra="forbid",
         cli_kebab_case=True,
         cli_exit_on_error=False,  # it raises, and main() tells
         protected_namespaces=(),
     )
+
+    @classmethod
+    def settings_customise_sources(
+        cls, settings_cls: type[BaseSettings], init_settings: PydanticBaseSettingsSource, *_: Any, **__: Any
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        """Flags, then the environment, where empty is unset: so compose files leave a setting out."""
+        return init_settings, EnvSettingsSource(settings_cls, env_ignore_empty=True)
 
     model: str = Field(
         "toy", description="'toy', 'smollm2', a checkpoint directory, a .gguf file, or a name on the Hugging Face hub"

@@ -73,6 +73,7 @@ def test_a_pool_too_small_for_one_sequence_is_told_before_any_weight_is_loaded(r
         (["serve", "--kv-memory", "lots"], {}, "not a size"),
         (["serve", "--no-such-flag", "1"], {}, "no-such-flag"),
         (["serve", "extra"], {}, "extra"),
+        (["serve", "--api-key", ""], {}, "--api-key"),
         (["generate"], {}, "PROMPT"),
         (["generate", "a\udcff"], {}, "--prompt: 'utf-8' codec can't decode byte 0xff in position 1"),
         (["bench", "--streams", "1,,2"], {}, "--streams:"),
@@ -95,8 +96,8 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], environme
     assert word in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_a_variable_is_a_setting_by_its_prefix_alone_and_may_be_another_commands(rand: Path) -> None:
-    result = run("plan", "--model", str(rand), JSON="1", TOKENTELLER_PORT="http")
+def test_a_variable_is_a_setting_by_its_prefix_alone_and_may_be_empty_or_another_commands(rand: Path) -> None:
+    result = run("plan", "--model", str(rand), JSON="1", TOKENTELLER_PORT="http", TOKENTELLER_SLOTS="")
     assert result.returncode == 0 and "fit at once" in result.stdout
     assert json.loads(run("plan", "--model", str(rand), TOKENTELLER_JSON="1").stdout)["fits"]
 
@@ -159,9 +160,10 @@ def test_generate_without_a_server_makes_one_of_its_own(rand: Path, live: Live) 
     assert result.stdout == live.text("hi", seed=1, max_tokens=9) + "\n"
 
 
-def test_generate_says_what_the_server_refused(live: Live) -> None:
-    result = run("generate", "hi", "--url", live.url, "--max-tokens", "999")
-    assert result.returncode == 1 and "at most 254" in result.stderr
+@pytest.mark.parametrize(("prompt", "said"), [("hi", "at most 254"), ("", "prompt: it has no tokens")])
+def test_generate_says_what_the_server_refused(live: Live, prompt: str, said: str) -> None:
+    result = run("generate", prompt, "--url", live.url, "--max-tokens", "999")
+    assert result.returncode == 1 and said in result.stderr
 
 
 @pytest.mark.parametrize(

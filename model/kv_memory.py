@@ -168,10 +168,11 @@ class KVPlan:
         return asdict(self)
 
 
-def plan(layout: KVLayout, *, slots: int, pool_bytes: int, weight_bytes: int) -> KVPlan:
+def plan(layout: KVLayout, *, slots: int, pool_bytes: int, weight_bytes: int, by_memory: bool = False) -> KVPlan:
     """What fits: a table of sequence length against how many run at once, and advice when one full sequence does not.
 
-    pool_bytes: what is left for K and V after the weights; slots: how many sequences may run at once at all.
+    pool_bytes: what is left for K and V after the weights; slots: how many sequences may run at once at all; by_memory:
+    what was given is the memory for both.
     """
     fits_rows = layout.rows_that_fit(pool_bytes)
     rows = []
@@ -192,7 +193,7 @@ def plan(layout: KVLayout, *, slots: int, pool_bytes: int, weight_bytes: int) ->
         window=max((window for window in layout.windows if window), default=None),
         fits=fits_rows >= layout.max_context,
         table=tuple(rows),
-        advice=_advice(layout, pool_bytes, fits_rows),
+        advice=_advice(layout, pool_bytes, fits_rows, weight_bytes if by_memory else None),
     )
 
 
@@ -201,7 +202,8 @@ def _lengths(max_context: int) -> list[int]:
     return sorted({min(2**power, max_context) for power in range(7, max_context.bit_length() + 1)})
 
 
-def _advice(layout: KVLayout, pool_bytes: int, fits_rows: int) -> tuple[str, ...]:
+def _advice(layout: KVLayout, pool_bytes: int, fits_rows: int, beside: int | None) -> tuple[str, ...]:
+    """`beside`: bytes of the weights, where the memory for both was given."""
     needed = layout.committed(layout.max_context)
     if fits_rows >= layout.max_context:
         return ()
@@ -213,8 +215,14 @@ def _advice(layout: KVLayout, pool_bytes: int, fits_rows: int) -> tuple[str, ...
     heads = layout.num_kv_heads * pool_bytes // needed
     if 1 <= heads < layout.num_kv_heads:
         says.append(f"a model with {heads} kv heads in place of {layout.num_kv_heads} would fit")
-    says.append(f"or give the pool {size(needed)} (--kv-memory {math.ceil(needed / 2**20)}MiB)")
+    flag = f"--kv-memory {in_mib(needed)}" if beside is None else f"--memory {in_mib(beside + needed)}"
+    says.append(f"or give the pool {size(needed)} ({flag})")
     return tuple(says)
+
+
+def in_mib(count: int) -> str:
+    """Bytes as a flag takes them, rounded up."""
+    return f"{math.ceil(count / 2**20)}MiB"
 
 
 def size(count: int) -> str:

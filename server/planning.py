@@ -7,7 +7,7 @@ from dataclasses import replace
 from pydantic_settings import SettingsError
 
 from model.config import ModelConfig, Storage, stored_form
-from model.kv_memory import KVLayout, KVPlan, available_memory, can_page, plan, size
+from model.kv_memory import KVLayout, KVPlan, available_memory, can_page, in_mib, plan, size
 from server.settings import ModelSettings, PlanSettings
 
 
@@ -44,21 +44,23 @@ def make_plan(settings: ModelSettings) -> tuple[ModelConfig, KVLayout, KVPlan]:
     weight_bytes = config.weight_bytes(storage)
     pool_bytes = _pool_bytes(settings, layout, weight_bytes)
     slots = settings.slots if layout.paged else min(settings.slots, pool_bytes // layout.slot_bytes)
-    made = plan(layout, slots=slots, pool_bytes=pool_bytes, weight_bytes=weight_bytes)
     memory = settings.memory if isinstance(settings, PlanSettings) else None
+    made = plan(layout, slots=slots, pool_bytes=pool_bytes, weight_bytes=weight_bytes, by_memory=memory is not None)
     if memory is not None and memory < weight_bytes:
-        made = replace(made, advice=_weights_do_not_fit(config, settings, weight_bytes, memory))
+        made = replace(made, advice=_weights_do_not_fit(config, storage, made, memory))
     return config, layout, made
 
 
-def _weights_do_not_fit(
-    config: ModelConfig, settings: ModelSettings, weight_bytes: int, memory: int
-) -> tuple[str, ...]:
-    says = [f"the weights alone need {size(weight_bytes)}, the memory is {size(memory)}"]
+def _weights_do_not_fit(config: ModelConfig, storage: Storage, made: KVPlan, memory: int) -> tuple[str, ...]:
+    says = [f"the weights alone need {size(made.weight_bytes)}, the memory is {size(memory)}"]
     halved = config.weight_bytes("fp16")
-    if settings.weights == "fp32" and halved < memory:
+    if storage == "fp32" and halved < memory:
         says.append(f"with --weights fp16 they need {size(halved)}")
-    says.append(f"a model of at most {memory // 2 / 1e9:.2g} billion parameters would leave room in fp16")
+    most = config.num_parameters * memory // made.weight_bytes
+    if most >= 10**6:
+        says.append(f"a model of at most {most / 1e9:.2g} billion parameters would leave room in {storage}")
+    both = made.weight_bytes + made.sequence_bytes
+    says.append(f"or give it {size(both)} (--memory {in_mib(both)}): the weights and one sequence")
     return tuple(says)
 
 

@@ -68,6 +68,20 @@ def test_weights_that_do_not_fit_are_told_before_anything_else(huge: Path) -> No
     assert plan.advice[1] == "with --weights fp16 they need 131.4 GiB"
 
 
+@pytest.mark.parametrize("memory", ["1", "1MiB", "4MiB", "6MiB"])
+@pytest.mark.parametrize("weights", ["fp16", "int4"])
+def test_the_advice_for_too_little_memory_can_be_followed(
+    capsys: pytest.CaptureFixture[str], memory: str, weights: str
+) -> None:
+    flags = ["plan", "--weights", weights]
+    assert main([*flags, "--memory", memory, "--slots", "1"]) == 0
+    told = capsys.readouterr().out
+    if "does not fit" in told:
+        assert "--kv-memory" not in told and "at most 0 billion" not in told
+        more = told.split("(--memory ")[1].split(")")[0]
+        assert main([*flags, "--memory", more]) == 0 and "does not fit" not in capsys.readouterr().out
+
+
 def test_the_command_prints_the_same_plan_as_text_and_as_json(huge: Path, capsys: pytest.CaptureFixture[str]) -> None:
     flags = ["plan", "--model", str(huge), "--memory", "160GiB"]
     assert main(flags) == 0

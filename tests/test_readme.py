@@ -56,6 +56,16 @@ def test_the_curl_line_streams(toy: Live) -> None:
     words = [word.replace("localhost:8000", toy.url) for word in command("curl -N")]
     frames = parse_sse(run([words[0], "-s", *words[1:]]))
     assert frames[0]["type"] == "start" and frames[-1]["type"] == "end"
+    assert f'"prompt_tokens":{frames[0]["prompt_tokens"]},' in LINES[7]
+
+
+def test_the_frames_have_the_fields_that_are_sent(toy: Live) -> None:
+    shown = README.split("`POST /generate` takes")[1].split("data: [DONE]")[0].split("    data: ")[1:]
+    sent = toy.stream("To be", max_tokens=4)
+    for frame, real in zip(map(json.loads, shown), (*sent[:2], sent[-1]), strict=True):
+        assert list(frame) == list(real)
+        for name in {"kv", "timing", "usage"} & set(frame):
+            assert list(frame[name]) == list(real[name])
 
 
 def test_plan_prints_what_the_readme_shows() -> None:

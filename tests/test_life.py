@@ -101,11 +101,12 @@ def ends_with_shutdown(rand: Path, shutdown_timeout: int, second: int | None) ->
         process(*flags, patch=SLOW_STEPS) as server,
         stalled_reader(server.url, prompt="stalled", **long),
         streaming(server.url, 3, **long) as streams,
+        CLIENT.stream("POST", server.url + "/generate", json={"prompt": "queued", **long}) as waiting,
         ThreadPoolExecutor() as pool,
     ):
         body = {"prompt": "queued", "stream": False, **long}
         queued = pool.submit(CLIENT.post, server.url + "/generate", json=body)
-        while CLIENT.get(server.url + "/slots").json()["waiting"] != 1:
+        while CLIENT.get(server.url + "/slots").json()["waiting"] != 2:
             time.sleep(0.01)
         server.signal(signal.SIGTERM)
         while second and server.status("/ready") != 503:
@@ -114,6 +115,8 @@ def ends_with_shutdown(rand: Path, shutdown_timeout: int, second: int | None) ->
             server.signal(second)
         assert reasons(streams) == ["shutdown"] * 3
         assert queued.result().status_code == 503 and queued.result().headers["retry-after"]
+        assert waiting.status_code == 200
+        assert [frame["error"]["code"] for frame in parse_sse(waiting.read().decode())] == ["unavailable"]
         assert server.exit_code() == 0
 
 

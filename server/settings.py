@@ -213,5 +213,7 @@ def check_environment(names: Iterable[str]) -> None:
     for name in names:
         prefix, setting = name.upper()[: len(PREFIX)], name.upper()[len(PREFIX) :]
         if prefix == PREFIX and setting not in known:
-            near = "".join(f"; did you mean {PREFIX}{one}?" for one in get_close_matches(setting, known, n=1))
-            raise SettingsError(f"{name}: no such setting{near}")
+            remedy = "".join(f"; did you mean {PREFIX}{one}?" for one in get_close_matches(setting, known, n=1))
+            if setting.startswith(("SERVICE_", "PORT_")):
+                remedy = "; Kubernetes makes it of a Service of that name, unless the pod has enableServiceLinks: false"
+            raise SettingsError(f"{name}: no such setting{remedy}")

@@ -78,6 +78,7 @@ def test_a_pool_too_small_for_one_sequence_is_told_before_any_weight_is_loaded(r
         (["generate", "a\udcff"], {}, "--prompt: 'utf-8' codec can't decode byte 0xff in position 1"),
         (["bench", "--streams", "1,,2"], {}, "--streams:"),
         (["serve"], {"TOKENTELLER_PORT": "http"}, "--port"),
+        (["plan"], {"TOKENTELLER_SERVICE_HOST": "10.0.0.1"}, "enableServiceLinks"),
         (["generate", "x"], {"TOKENTELLER_PORT": "http"}, "--port"),
         (["generate", "x", "--url", "localhost:8000"], {}, "--url"),
         (["generate", "x", "--url", "http://["], {}, "--url"),

@@ -62,6 +62,12 @@ def test_one_that_waits_is_told_its_place_what_binds_and_the_latest_time(rand: P
             thread.join()
 
 
+def test_the_first_request_too_is_told_when_its_first_token_may_come(rand: Path) -> None:
+    with serve(model=str(rand)) as live:
+        start = live.stream("x", max_tokens=1)[0]
+        assert start["timing"]["predicted_ttft_ms"] > start["queued_ms"]
+
+
 class Promises:
     """Of each request that had to wait: by when it was told its slot, and when it got it; in steps and in seconds."""
 

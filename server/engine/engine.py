@@ -82,6 +82,7 @@ class Engine:
         metrics: Metrics | None = None,
     ) -> None:
         self.scheduler = scheduler
+        scheduler.cost.observe(1, one_row_s)  # so that the first request, too, is told a time
         self.runner = runner
         self.deliver = deliver
         self.ended = ended

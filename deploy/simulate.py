@@ -145,7 +145,7 @@ class Figures:
 
 def that_fit(jobs: Iterator[Job], layout: KVLayout, pool_bytes: int, figures: Figures) -> Iterator[Job]:
     """Leaves out and counts the jobs that neither the context nor the pool could ever hold."""
-    most = min(layout.max_context, layout.rows_that_fit(pool_bytes) + 1)  # the last token takes no row
+    most = layout.tokens_that_fit(pool_bytes)
     for job in jobs:
         if job.prompt + job.max_tokens <= most:
             yield job

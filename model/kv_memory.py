@@ -124,6 +124,10 @@ class KVLayout:
         """The longest single sequence, in rows, whose committed bytes stay within `pool_bytes`."""
         return bisect_right(range(1, self.max_context + 1), pool_bytes, key=self.committed)
 
+    def tokens_that_fit(self, pool_bytes: int) -> int:
+        """The most that a prompt and its max_tokens can be together: the last token takes no row."""
+        return min(self.max_context, self.rows_that_fit(pool_bytes) + 1)
+
 
 @cache
 def _layers_by(windows: tuple[int | None, ...], num_layers: int) -> tuple[tuple[int | None, int], ...]:

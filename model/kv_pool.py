@@ -112,9 +112,9 @@ class KVPool:
 
     def _give_back(self, slot: int, layer: int, pages: int) -> None:
         """Gives back the first pages of a slot's lanes in one layer."""
-        lane = (slot * self.layout.num_layers + layer) * 2 * self.layout.num_kv_heads
-        for at in range(lane, lane + 2 * self.layout.num_kv_heads):
-            if self._buffer is not None and pages:
+        if self._buffer is not None and pages:
+            lane = (slot * self.layout.num_layers + layer) * 2 * self.layout.num_kv_heads
+            for at in range(lane, lane + 2 * self.layout.num_kv_heads):
                 self._buffer.madvise(mmap.MADV_DONTNEED, at * self.layout.lane_bytes, pages * PAGE_BYTES)
 
     def copy(self, source: int, target: int, rows: int) -> None:

@@ -49,7 +49,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
 
     Raises ConfigError or CheckpointError for the model, PoolMemoryError and ValueError for the memory.
     """
-    config, layout, plan = make_plan(settings)
+    _, layout, plan = make_plan(settings)
     threads = settings.threads or usable_cpus()
     use_threads(threads)
     if not layout.rows_that_fit(plan.pool_bytes):
@@ -75,17 +75,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
             one_row_s=one_row_s,
             metrics=metrics,
         )
-        streams = Streams(
-            engine,
-            checkpoint.tokenizer,
-            vocab_size=config.vocab_size,
-            buffer_tokens=settings.stream_buffer,
-            slow_reader_s=settings.slow_reader_timeout,
-            queue_limit=settings.queue_limit,
-            queue_tokens=settings.queue_tokens,
-            model_name=checkpoint.name,
-            metrics=metrics,
-        )
+        streams = _streams(settings, checkpoint, engine, metrics)
         app.state.service = service = Service(settings, checkpoint.name, plan, engine, streams, metrics)
         app.state.picture = Picture(service)
         metrics.show_levels(lambda: operations.levels(service, loop), operations.build_info(service), layout)
@@ -122,6 +112,20 @@ def _scheduler(settings: ServeSettings, layout: KVLayout, plan: KVPlan) -> Sched
         hold_limit_s=settings.slow_reader_timeout,
         decisions=Decisions(ledger) if settings.explain or settings.explain_json else None,
         speculate=settings.speculate,
+    )
+
+
+def _streams(settings: ServeSettings, checkpoint: Checkpoint, engine: Engine, metrics: Metrics) -> Streams:
+    return Streams(
+        engine,
+        checkpoint.tokenizer,
+        vocab_size=checkpoint.config.vocab_size,
+        buffer_tokens=settings.stream_buffer,
+        slow_reader_s=settings.slow_reader_timeout,
+        queue_limit=settings.queue_limit,
+        queue_tokens=settings.queue_tokens,
+        model_name=checkpoint.name,
+        metrics=metrics,
     )
 
 

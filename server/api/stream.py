@@ -563,8 +563,8 @@ class Streams:
         """What was asked, or the default; refuses what neither the context nor the pool could ever hold."""
         ledger = self.engine.scheduler.ledger
         layout = ledger.layout
-        context, pool_rows = layout.max_context, layout.rows_that_fit(ledger.budget_bytes)
-        most = max(0, min(context - prompt_tokens, pool_rows - prompt_tokens + 1))
+        context, tokens = layout.max_context, layout.tokens_that_fit(ledger.budget_bytes)
+        most = max(0, tokens - prompt_tokens)
         wanted = min(default, most) if asked is None else asked
         if 1 <= wanted <= most:
             return wanted
@@ -582,7 +582,7 @@ class Streams:
         remedy = (
             f"max_tokens may be at most {most}"
             if most
-            else f"shorten the prompt by {prompt_tokens - min(context, pool_rows + 1) + 1} tokens"
+            else f"shorten the prompt by {prompt_tokens - tokens + 1} tokens"
         )
         raise NeverFits(
             f"{told} and max_tokens is {max(wanted, 1)}, which needs {needed} bytes of K/V; {limit}: {remedy}",

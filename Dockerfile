@@ -92,7 +92,7 @@ USER 10001:10001
 
 # Compile the kernels now: some seconds less at each start on a CPU of the kind that built the image; others compile at
 # start. A volume, as numba uses a cache only where it may write, which a read-only container may not. Without: /tmp.
-RUN python3 -m server generate "To be" --max-tokens 1
+RUN python3 -m tokenteller.server generate "To be" --max-tokens 1
 VOLUME /var/cache/numba
 
 EXPOSE 8000

@@ -19,7 +19,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingContext, AutoscalingPolicy, RequestRouterConfig
 
-from server.settings import ServeSettings, check_environment
+from tokenteller.server.settings import ServeSettings, check_environment
 
 DEMAND = "kv_demand"  # bytes that those who run and those who wait can come to need, as a share of a replica's pool
 WISHED = 0.7
@@ -28,7 +28,7 @@ CPUS = ServeSettings().threads or 2
 
 def build() -> Any:
     """The app of one replica; called in the replica's own process."""
-    from server.api.app import create_app
+    from tokenteller.server.api.app import create_app
 
     Replica.app = create_app(ServeSettings(threads=CPUS))
     return Replica.app

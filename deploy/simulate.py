@@ -24,13 +24,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-
-from model.kv_memory import KVLayout
-from model.sampler import Sampled, SamplingParams
-from server.engine.ledger import KVLedger
-from server.engine.scheduler import Scheduler
-from server.engine.sequence import Finished, Request, Started, Step
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.model.sampler import Sampled, SamplingParams
+from tokenteller.server.engine.ledger import KVLedger
+from tokenteller.server.engine.scheduler import Scheduler
+from tokenteller.server.engine.sequence import Finished, Request, Started, Step
 
 GREEDY = SamplingParams(temperature=0.0)
 GO_ON, END = Sampled(0), Sampled(1)

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from model.config import ModelConfig, Rope
-from model.kv_pool import KVPool
-from model.linear import Linear
+from tokenteller.model.config import ModelConfig, Rope
+from tokenteller.model.kv_pool import KVPool
+from tokenteller.model.linear import Linear
 
 
 @dataclass(frozen=True, slots=True)

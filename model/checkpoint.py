@@ -13,14 +13,14 @@ from typing import Any
 
 import tokenizers
 
-from model.chat import UnsafeTemplate, check
-from model.config import ModelConfig, Storage, locate
-from model.decoder import Decoder, WeightError
-from model.gguf import read_tokenizer
-from model.keys import ConfigError, Keys
-from model.linear import StorageError, check_storage
-from model.tokenizer import Tokenizer
-from model.weights import CheckpointError, Progress, give_back_heap, named, open_weights, read_json
+from tokenteller.model.chat import UnsafeTemplate, check
+from tokenteller.model.config import ModelConfig, Storage, locate
+from tokenteller.model.decoder import Decoder, WeightError
+from tokenteller.model.gguf import read_tokenizer
+from tokenteller.model.keys import ConfigError, Keys
+from tokenteller.model.linear import StorageError, check_storage
+from tokenteller.model.tokenizer import Tokenizer
+from tokenteller.model.weights import CheckpointError, Progress, give_back_heap, named, open_weights, read_json
 
 __all__ = ["Checkpoint", "CheckpointError", "Progress", "load"]
 

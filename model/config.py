@@ -17,7 +17,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from model.keys import ConfigError, Keys, json_object
+from tokenteller.model.keys import ConfigError, Keys, json_object
 
 TOY = Path(__file__).parent / "toy"
 log = logging.getLogger("tokenteller.model")
@@ -157,7 +157,7 @@ class ModelConfig:
         path = path / "config.json" if path.is_dir() else path
         try:
             if path.suffix == ".gguf":
-                from model.gguf import GGUFFile, hf_config  # a third of a second to import
+                from tokenteller.model.gguf import GGUFFile, hf_config  # a third of a second to import
 
                 file = GGUFFile(path)
                 return cls.from_hf(hf_config(file.metadata, file.tensors))
@@ -181,7 +181,7 @@ def stored_form(model: str) -> Storage:
     path = path / "config.json" if path.is_dir() else path
     try:
         if path.suffix == ".gguf":
-            from model.gguf import GGUFFile
+            from tokenteller.model.gguf import GGUFFile
 
             numbers: Counter[str] = Counter()
             for tensor in GGUFFile(path).tensors.values():

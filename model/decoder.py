@@ -17,13 +17,13 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from model import kernels
-from model.attention import Attention, Batch, rope_table
-from model.config import Activation, ModelConfig, Storage
-from model.keys import ConfigError
-from model.kv_memory import size
-from model.kv_pool import KVPool
-from model.linear import DTYPES, Linear, find_safe_rows
+from tokenteller.model import kernels
+from tokenteller.model.attention import Attention, Batch, rope_table
+from tokenteller.model.config import Activation, ModelConfig, Storage
+from tokenteller.model.keys import ConfigError
+from tokenteller.model.kv_memory import size
+from tokenteller.model.kv_pool import KVPool
+from tokenteller.model.linear import DTYPES, Linear, find_safe_rows
 
 log = logging.getLogger("tokenteller.model")
 

@@ -1,4 +1,4 @@
-"""Follow one token through the toy: `python -m model.explain "To be"`, or time the cache with `--compare`.
+"""Follow one token through the toy: `python -m tokenteller.model.explain "To be"`, or time the cache with `--compare`.
 
 Prints the shape and the meaning of every tensor on the way, recomputed with the textbook form of attention and checked
 against what the decoder itself wrote to the pool.
@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 import torch
 
-from model.attention import Batch, causal_mask, rotate, scaled_dot_product
-from model.checkpoint import Checkpoint, load
-from model.decoder import Decoder
-from model.kv_memory import KVLayout, size
-from model.kv_pool import KVPool, PoolMemoryError
+from tokenteller.model.attention import Batch, causal_mask, rotate, scaled_dot_product
+from tokenteller.model.checkpoint import Checkpoint, load
+from tokenteller.model.decoder import Decoder
+from tokenteller.model.kv_memory import KVLayout, size
+from tokenteller.model.kv_pool import KVPool, PoolMemoryError
 
 
 def show(name: str, tensor: torch.Tensor, meaning: str) -> None:
@@ -213,7 +213,7 @@ def with_concatenated_cache(decoder: Decoder, tokens: int) -> list[float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m model.explain", description=__doc__)
+    parser = argparse.ArgumentParser(prog="python -m tokenteller.model.explain", description=__doc__)
     parser.add_argument("text", nargs="?", default="To be", help="the text to follow")
     parser.add_argument("--model", default="toy", help="'toy' or a checkpoint directory")
     parser.add_argument("--compare", action="store_true", help="time no cache, concatenated cache and pool instead")

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers
 from tokenizers.models import BPE
 
-from model.keys import ConfigError, Keys
+from tokenteller.model.keys import ConfigError, Keys
 
 
 class GGUFError(ConfigError):

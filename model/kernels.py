@@ -31,7 +31,7 @@ from numba.core import caching, cgutils
 from numba.extending import intrinsic, overload
 from numpy.typing import NDArray
 
-from model.config import Activation
+from tokenteller.model.config import Activation
 
 Floats = NDArray[np.float32]
 

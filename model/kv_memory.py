@@ -18,7 +18,7 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from model.config import ModelConfig
+from tokenteller.model.config import ModelConfig
 
 PAGE_BYTES = 4096
 

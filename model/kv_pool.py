@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from model.kv_memory import PAGE_BYTES, KVLayout, available_memory, size
+from tokenteller.model.kv_memory import PAGE_BYTES, KVLayout, available_memory, size
 
 _MAP_NORESERVE = 0x4000
 _MADV_NOHUGEPAGE = 15

@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 from numpy.typing import NDArray
 
-from model.config import Storage
-from model.kernels import DEPTH, GROUP, NIBBLES, PANEL, Panels, multiply
+from tokenteller.model.config import Storage
+from tokenteller.model.kernels import DEPTH, GROUP, NIBBLES, PANEL, Panels, multiply
 
 # what a matrix is kept in outside of products: int8 and int4 are forms of products only
 DTYPES: dict[Storage, torch.dtype] = {

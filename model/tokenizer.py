@@ -12,7 +12,7 @@ from typing import Any
 
 import tokenizers
 
-from model.chat import ChatTemplateError, render
+from tokenteller.model.chat import ChatTemplateError, render
 
 _NONE: Mapping[str, Any] = {}
 

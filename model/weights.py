@@ -14,11 +14,11 @@ from typing import Any, TextIO, TypeVar
 import torch
 from safetensors import safe_open
 
-from model.config import ModelConfig
-from model.decoder import WeightError
-from model.gguf import GGUFFile, hf_config
-from model.keys import json_object
-from model.kv_memory import size
+from tokenteller.model.config import ModelConfig
+from tokenteller.model.decoder import WeightError
+from tokenteller.model.gguf import GGUFFile, hf_config
+from tokenteller.model.keys import json_object
+from tokenteller.model.kv_memory import size
 
 T = TypeVar("T")
 Part = Callable[[torch.Tensor], torch.Tensor]

@@ -1,4 +1,4 @@
-"""The command line: tokenteller serve | plan | generate | bench. `python -m server` is the same."""
+"""The command line: tokenteller serve | plan | generate | bench. `python -m tokenteller.server` is the same."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from pydantic_settings import CliApp, SettingsError
 
-from model.keys import ConfigError
-from server import logs
-from server.planning import make_plan, plan_text
-from server.settings import (
+from tokenteller.model.keys import ConfigError
+from tokenteller.server import logs
+from tokenteller.server.planning import make_plan, plan_text
+from tokenteller.server.settings import (
     BenchSettings,
     GenerateSettings,
     ModelSettings,
@@ -106,7 +106,7 @@ def _serve(arguments: list[str]) -> int:
     listeners = bind(settings.host, settings.port)
     plan = make_plan(settings)[2]
     announce(settings, plan_text(plan), "plan", {"pool_bytes": plan.pool_bytes, "weight_bytes": plan.weight_bytes})
-    from server.api.app import create_app
+    from tokenteller.server.api.app import create_app
 
     return run(create_app(settings), settings, listeners)
 
@@ -159,7 +159,7 @@ def run(app: FastAPI, settings: ServeSettings, listeners: list[socket.socket]) -
     """
     import uvicorn
 
-    from server.api.life import Drain
+    from tokenteller.server.api.life import Drain
 
     class Server(uvicorn.Server):
         """uvicorn with our end in place of its own: it stays open for refusals until the drain is over."""
@@ -206,7 +206,7 @@ def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
     """How our HTTP server is set up."""
     import uvicorn
 
-    from server.api.protocol import Protocol
+    from tokenteller.server.api.protocol import Protocol
 
     return uvicorn.Config(
         app,
@@ -250,7 +250,7 @@ def _plan(arguments: list[str]) -> int:
 
 def _bench(arguments: list[str]) -> int:
     settings = CliApp.run(BenchSettings, cli_args=arguments)
-    from server.bench import bench, bench_text
+    from tokenteller.server.bench import bench, bench_text
 
     told = bench(settings)
     print(json.dumps(told) if settings.json_ else bench_text(told))
@@ -296,7 +296,7 @@ def _own_server(settings: GenerateSettings) -> Iterator[str]:
     """A server with one slot in this process, for one answer."""
     import uvicorn
 
-    from server.api.app import create_app
+    from tokenteller.server.api.app import create_app
 
     chosen = settings.model_dump(include=set(ModelSettings.model_fields), exclude={"slots"})
     server = uvicorn.Server(uvicorn.Config(create_app(ServeSettings(**chosen, slots=1)), port=0, log_level="warning"))

@@ -19,19 +19,19 @@ from typing import Any
 import numpy as np
 import torch
 
-from model import kernels
-from model.decoder import Decoder
-from model.kv_memory import rows_max, size
-from model.kv_pool import KVPool
-from model.linear import Linear
-from model.sampler import SamplingParams
-from server.api import app as root
-from server.api.generate import frames
-from server.api.service import Service
-from server.api.stream import Wanted
-from server.engine.runner import Runner
-from server.engine.sequence import Event, Step
-from server.settings import BenchSettings, ModelSettings, ServeSettings
+from tokenteller.model import kernels
+from tokenteller.model.decoder import Decoder
+from tokenteller.model.kv_memory import rows_max, size
+from tokenteller.model.kv_pool import KVPool
+from tokenteller.model.linear import Linear
+from tokenteller.model.sampler import SamplingParams
+from tokenteller.server.api import app as root
+from tokenteller.server.api.generate import frames
+from tokenteller.server.api.service import Service
+from tokenteller.server.api.stream import Wanted
+from tokenteller.server.engine.runner import Runner
+from tokenteller.server.engine.sequence import Event, Step
+from tokenteller.server.settings import BenchSettings, ModelSettings, ServeSettings
 
 PARTS = ("products", "attention", "small", "sampling", "python", "hand_over")
 CONTEXTS = (16, 64, 256, 1024, 4096)

@@ -6,9 +6,9 @@ from dataclasses import replace
 
 from pydantic_settings import SettingsError
 
-from model.config import ModelConfig, Storage, stored_form
-from model.kv_memory import KVLayout, KVPlan, available_memory, can_page, in_mib, plan, size
-from server.settings import ModelSettings, PlanSettings
+from tokenteller.model.config import ModelConfig, Storage, stored_form
+from tokenteller.model.kv_memory import KVLayout, KVPlan, available_memory, can_page, in_mib, plan, size
+from tokenteller.server.settings import ModelSettings, PlanSettings
 
 
 def storage_of(settings: ModelSettings) -> Storage:

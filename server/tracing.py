@@ -8,8 +8,8 @@ from __future__ import annotations
 from opentelemetry import trace
 from opentelemetry.trace import Span, SpanKind, StatusCode
 
-from server.engine.sequence import Request
-from server.metrics import Served
+from tokenteller.server.engine.sequence import Request
+from tokenteller.server.metrics import Served
 
 PROVIDER = "tokenteller"
 

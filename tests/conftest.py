@@ -14,6 +14,9 @@ os.environ.setdefault("TOKENTELLER_SPECULATE", "0")
 from collections.abc import Iterator
 from pathlib import Path
 
+# processes that tests start import this checkout, too, whatever is installed
+os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / ".ci/src")
+
 import pytest
 from checkpoints import random_llama
 from hypothesis import settings

@@ -17,10 +17,10 @@ from typing import Any
 import httpx
 import uvicorn
 
-from server.__main__ import uvicorn_config
-from server.api.app import create_app
-from server.api.service import Service
-from server.settings import ServeSettings
+from tokenteller.server.__main__ import uvicorn_config
+from tokenteller.server.api.app import create_app
+from tokenteller.server.api.service import Service
+from tokenteller.server.settings import ServeSettings
 
 
 @dataclass

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 
-from model.attention import causal_mask, rope_table, rotate, scaled_dot_product
-from model.config import ModelConfig
-from model.kernels import attend
+from tokenteller.model.attention import causal_mask, rope_table, rotate, scaled_dot_product
+from tokenteller.model.config import ModelConfig
+from tokenteller.model.kernels import attend
 
 Array = np.ndarray[Any, Any]
 

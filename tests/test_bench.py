@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from checkpoints import tape
 
-from server.__main__ import main
-from server.bench import PARTS, bench_text
-from server.settings import ServeSettings
+from tokenteller.server.__main__ import main
+from tokenteller.server.bench import PARTS, bench_text
+from tokenteller.server.settings import ServeSettings
 
 
 def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
@@ -78,7 +78,7 @@ def test_a_step_has_no_guesses_whatever_serve_is_set_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENTELLER_SPECULATE", "8")
-    monkeypatch.setattr("server.engine.scheduler.WORTH_GUESSING_S", 0.0)
+    monkeypatch.setattr("tokenteller.server.engine.scheduler.WORTH_GUESSING_S", 0.0)
     flags = ("--streams", "1", "--context", "16", "--temperature", "0")
     report = told(capsys, "--model", str(tape(tmp_path, "a" * 64)), *flags)
     assert report["points"][0]["tokens_per_s"] > 0
@@ -90,5 +90,5 @@ def test_the_queue_takes_all_whatever_serve_is_set_to(monkeypatch: pytest.Monkey
         raise MemoryError
 
     monkeypatch.setenv("TOKENTELLER_QUEUE_LIMIT", "1")
-    monkeypatch.setattr("server.api.app.create_app", create_app)
+    monkeypatch.setattr("tokenteller.server.api.app.create_app", create_app)
     assert main(["bench", "--streams", "1,4096", "--context", "5000"]) == 1

@@ -18,8 +18,8 @@ import httpx
 import pytest
 from live import Live, serve
 
-from server.api.protocol import HEAD_S
-from server.engine.scheduler import Scheduler
+from tokenteller.server.api.protocol import HEAD_S
+from tokenteller.server.engine.scheduler import Scheduler
 
 CLIENTS = 40
 WAYS = {  # how often each is tried

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from model.chat import ChatTemplateError, render
-from model.tokenizer import Tokenizer
+from tokenteller.model.chat import ChatTemplateError, render
+from tokenteller.model.tokenizer import Tokenizer
 
 IM_START, IM_END = 258, 259
 CHATML = (

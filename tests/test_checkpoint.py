@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from test_parity import TOKENS, close, forward, twin_of
 from tokenizers import Tokenizer, models, processors
 
-from model.chat import ChatTemplateError
-from model.checkpoint import CheckpointError, Progress, load, load_tokenizer
-from model.config import ModelConfig, Storage
-from model.keys import ConfigError
-from model.kv_memory import KVLayout
-from model.kv_pool import KVPool
+from tokenteller.model.chat import ChatTemplateError
+from tokenteller.model.checkpoint import CheckpointError, Progress, load, load_tokenizer
+from tokenteller.model.config import ModelConfig, Storage
+from tokenteller.model.keys import ConfigError
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.model.kv_pool import KVPool
 
 DIGITS = "0123456789" * 6
 
@@ -339,7 +339,7 @@ class TestStopsAndTemplate:
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own."""
-    command = [sys.executable, "-m", "server", *arguments]
+    command = [sys.executable, "-m", "tokenteller.server", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | environment)
 
 

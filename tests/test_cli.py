@@ -18,16 +18,16 @@ import pytest
 from fastapi import FastAPI
 from live import Live, process
 
-from server.__main__ import bind, main
-from server.__main__ import run as serve_app
-from server.engine.runner import usable_cpus
-from server.settings import ServeSettings
+from tokenteller.server.__main__ import bind, main
+from tokenteller.server.__main__ import run as serve_app
+from tokenteller.server.engine.runner import usable_cpus
+from tokenteller.server.settings import ServeSettings
 
 ROOT = Path(__file__).parent.parent
 
 
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "server", *arguments]
+    command = [sys.executable, "-m", "tokenteller.server", *arguments]
     return subprocess.run(
         command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=100, check=False
     )
@@ -44,7 +44,7 @@ def test_without_a_flag_the_toy_is_served_and_sigterm_ends_it_well() -> None:
 
 @pytest.mark.parametrize("closed", ["--log-format json <&- 2>&1 >&-", "2>&-"])
 def test_it_serves_and_ends_well_with_standard_streams_closed(rand: Path, closed: str) -> None:
-    command = f"exec {sys.executable} -m server serve --model {rand} --port 0 {closed}"
+    command = f"exec {sys.executable} -m tokenteller.server serve --model {rand} --port 0 {closed}"
     with subprocess.Popen(command, shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True) as popen:
         assert popen.stdout is not None
         url = next(match[0] for line in popen.stdout if (match := re.search(r"http://[\d.:]+", line)))
@@ -206,7 +206,7 @@ def test_generate_says_so_when_the_server_is_of_another_kind(
 @pytest.mark.parametrize("command", ["plan", "generate x --max-tokens 9"])
 @pytest.mark.parametrize(("to", "code", "said"), [("> /dev/full", 1, "No space left"), ("| head -c 0", 141, "")])
 def test_an_output_that_takes_nothing_is_no_traceback(rand: Path, command: str, to: str, code: int, said: str) -> None:
-    line = f"set -o pipefail; {sys.executable} -m server {command} --model {rand} {to}"
+    line = f"set -o pipefail; {sys.executable} -m tokenteller.server {command} --model {rand} {to}"
     result = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == code
     assert said in result.stderr and result.stderr.count("\n") == bool(said)

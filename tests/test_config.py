@@ -10,8 +10,8 @@ import pytest
 from checkpoints import config_of, damaged, random_hf
 from safetensors.torch import load_file
 
-from model.config import ModelConfig, Rope, stored_form
-from model.keys import ConfigError
+from tokenteller.model.config import ModelConfig, Rope, stored_form
+from tokenteller.model.keys import ConfigError
 
 
 def read(family: str, drop: tuple[str, ...] = (), **changes: Any) -> ModelConfig:

@@ -8,12 +8,12 @@ import pytest
 import torch
 from checkpoints import random_llama
 
-from model.attention import Batch
-from model.checkpoint import CheckpointError, load
-from model.config import Storage
-from model.decoder import Decoder
-from model.kv_memory import KVLayout
-from model.kv_pool import KVPool
+from tokenteller.model.attention import Batch
+from tokenteller.model.checkpoint import CheckpointError, load
+from tokenteller.model.config import Storage
+from tokenteller.model.decoder import Decoder
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.model.kv_pool import KVPool
 
 
 def pool_for(decoder: Decoder, slots: int = 4) -> KVPool:

@@ -30,11 +30,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 from live import CLIENT, Live, process, serve  # noqa: E402
 
-from model.kv_memory import KVLayout  # noqa: E402
-from server import errors  # noqa: E402
-from server.metrics import Levels, Metrics, Served  # noqa: E402
-from server.planning import make_plan  # noqa: E402
-from server.settings import ServeSettings  # noqa: E402
+from tokenteller.model.kv_memory import KVLayout  # noqa: E402
+from tokenteller.server import errors  # noqa: E402
+from tokenteller.server.metrics import Levels, Metrics, Served  # noqa: E402
+from tokenteller.server.planning import make_plan  # noqa: E402
+from tokenteller.server.settings import ServeSettings  # noqa: E402
 
 # The tables
 

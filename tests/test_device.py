@@ -13,11 +13,11 @@ from live import serve
 from test_attention import attended
 from test_parity import CASES, TOKENS, Twin, close, forward, twin_of
 
-from model.attention import attend_batch
-from model.checkpoint import CheckpointError, load
-from model.kv_memory import KVLayout
-from model.kv_pool import KVPool
-from model.linear import Linear
+from tokenteller.model.attention import attend_batch
+from tokenteller.model.checkpoint import CheckpointError, load
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.model.kv_pool import KVPool
+from tokenteller.model.linear import Linear
 
 gpu = pytest.mark.gpu
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")

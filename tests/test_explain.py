@@ -1,4 +1,4 @@
-"""`python -m model.explain`: what it shows a learner is what the decoder computes, for every family."""
+"""`python -m tokenteller.model.explain`: what it shows a learner is what the decoder computes, for every family."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ import torch
 from checkpoints import config_of, random_hf
 from test_parity import TOKENS, close, forward
 
-from model import explain
-from model.checkpoint import Checkpoint, load
-from model.decoder import Decoder
-from model.kv_memory import KVLayout
-from model.kv_pool import KVPool
+from tokenteller.model import explain
+from tokenteller.model.checkpoint import Checkpoint, load
+from tokenteller.model.decoder import Decoder
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.model.kv_pool import KVPool
 
 TEXT = "Of forty letters and one, no more, is it"
 CONFIGS = {family: config_of(family) for family in ("llama", "mistral", "qwen2", "qwen3", "gpt2")}

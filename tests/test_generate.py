@@ -8,7 +8,7 @@ import httpx
 import pytest
 from live import Live, joined, serve
 
-from model.kv_memory import PAGE_BYTES
+from tokenteller.model.kv_memory import PAGE_BYTES
 
 
 def test_a_stream_is_one_start_then_tokens_then_one_end(live: Live) -> None:

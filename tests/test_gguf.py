@@ -17,12 +17,12 @@ from gguf import GGMLQuantizationType as Kind
 from test_parity import CASES, SHAPES, TOKENS, close, forward, twin_of
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 
-from model.checkpoint import CheckpointError, load
-from model.config import ModelConfig
-from model.gguf import GGUFError, GGUFFile, hf_config, read_tokenizer
-from model.keys import ConfigError
-from model.kv_memory import KVLayout
-from model.kv_pool import KVPool
+from tokenteller.model.checkpoint import CheckpointError, load
+from tokenteller.model.config import ModelConfig
+from tokenteller.model.gguf import GGUFError, GGUFFile, hf_config, read_tokenizer
+from tokenteller.model.keys import ConfigError
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.model.kv_pool import KVPool
 
 TWINS = [
     "llama 4/4",

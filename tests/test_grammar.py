@@ -14,8 +14,8 @@ from checkpoints import EOS
 from live import Live
 from test_text import BYTES, SPM, spm
 
-from model.grammar import GrammarError, Grammars, Kind
-from model.tokenizer import Tokenizer
+from tokenteller.model.grammar import GrammarError, Grammars, Kind
+from tokenteller.model.tokenizer import Tokenizer
 
 VOCAB = 264
 

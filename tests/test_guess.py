@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live import joined, serve
 
-from server.engine.guess import LONGEST, PLACES, REST, SHORTEST, Guesser
+from tokenteller.server.engine.guess import LONGEST, PLACES, REST, SHORTEST, Guesser
 
 
 def likeness(tokens: list[int], place: int) -> int:
@@ -103,8 +103,8 @@ def wanted() -> list[dict[str, Any]]:
 @pytest.fixture
 def daring(monkeypatch: pytest.MonkeyPatch) -> None:
     """Guesses are made whether they pay or not, so that no test depends on what a step costs here."""
-    monkeypatch.setattr("server.engine.scheduler.MARGIN", 0.0)
-    monkeypatch.setattr("server.engine.scheduler.WORTH_GUESSING_S", 0.0)
+    monkeypatch.setattr("tokenteller.server.engine.scheduler.MARGIN", 0.0)
+    monkeypatch.setattr("tokenteller.server.engine.scheduler.WORTH_GUESSING_S", 0.0)
 
 
 @pytest.mark.usefixtures("daring")

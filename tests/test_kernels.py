@@ -14,10 +14,10 @@ import torch
 from numba.core import caching
 from numba.core.dispatcher import Dispatcher
 
-from model import kernels, linear
-from model.config import Storage
-from model.kernels import GROUP, NIBBLES, PANEL
-from model.linear import Linear, pack, unpack
+from tokenteller.model import kernels, linear
+from tokenteller.model.config import Storage
+from tokenteller.model.kernels import GROUP, NIBBLES, PANEL
+from tokenteller.model.linear import Linear, pack, unpack
 
 STORAGES = get_args(Storage)
 
@@ -151,7 +151,7 @@ def test_a_group_of_zeros_is_zero() -> None:
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_activations_equal_torch(kind: Any, gated: bool) -> None:
-    from model.decoder import _ACTIVATIONS
+    from tokenteller.model.decoder import _ACTIVATIONS
 
     x = torch.cat((numbers(19, 60) * 4, torch.tensor([[-200.0, 200.0, 0.0] * 20])))
     out = np.empty((20, 30 if gated else 60), np.float32)
@@ -189,7 +189,7 @@ def test_compiled_code_kept_on_disk_is_never_another_functions(tmp_path: Path) -
 
 def test_numbas_threads_are_started_before_code_is_read_back_from_disk() -> None:
     """A block whose parts came from disk when it was compiled does not start them itself, and crashes without."""
-    code = "import model.kernels, numba; print(numba.threading_layer())"  # raises ValueError if none was started
+    code = "import tokenteller.model.kernels, numba; print(numba.threading_layer())"  # ValueError if none was started
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -230,8 +230,8 @@ def test_the_threads_that_helped_to_load_are_ended() -> None:
     """Beside those of the engine they are more than there are processors, and libgomp lets none of them spin."""
     code = """
 import os, time, torch
-from model.linear import Linear
-from server.engine.runner import end_idle_threads, use_threads
+from tokenteller.model.linear import Linear
+from tokenteller.server.engine.runner import end_idle_threads, use_threads
 
 def threads():
     return len(os.listdir("/proc/self/task"))

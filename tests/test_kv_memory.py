@@ -7,7 +7,7 @@ from dataclasses import replace
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.kv_memory import PAGE_BYTES, KVLayout, kv_bytes_per_token, plan, rows_max
+from tokenteller.model.kv_memory import PAGE_BYTES, KVLayout, kv_bytes_per_token, plan, rows_max
 
 KIB, GIB = 2**10, 2**30
 # 40 layers, 32 heads of 128, fp16: the textbook's 13B model

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from model.kv_memory import KVLayout
-from model.kv_pool import KVPool, PoolMemoryError
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.model.kv_pool import KVPool, PoolMemoryError
 
 LAYOUT = KVLayout(num_layers=3, num_kv_heads=2, head_dim=32, max_context=200)
 

@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model.kv_memory import KVLayout
-from server.engine.cost import StepCost
-from server.engine.ledger import BYTES, PROMPT, SEATS, KVLedger, Rule, Timetable
-from server.engine.scheduler import Scheduler, common_prefix
-from server.engine.usage import KNOWN, Expected, survival
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.server.engine.cost import StepCost
+from tokenteller.server.engine.ledger import BYTES, PROMPT, SEATS, KVLedger, Rule, Timetable
+from tokenteller.server.engine.scheduler import Scheduler, common_prefix
+from tokenteller.server.engine.usage import KNOWN, Expected, survival
 
 PAGE = 4096
 FOUR_A_PAGE = KVLayout(1, 1, 256, 64)  # K and V lane: a row is 1 KiB in each

@@ -22,14 +22,14 @@ from checkpoints import random_llama
 from live import CLIENT, Live, parse_sse, process, serve, stream_raw
 from safetensors.torch import load_file, save_file
 
-from server.api import life
-from server.api.life import TICK_S, Watch
-from server.api.stream import Stream
-from server.engine.engine import Patience, Pulse
+from tokenteller.server.api import life
+from tokenteller.server.api.life import TICK_S, Watch
+from tokenteller.server.api.stream import Stream
+from tokenteller.server.engine.engine import Patience, Pulse
 
 SLOW_STEPS = """
 import time
-from server.engine.runner import Runner
+from tokenteller.server.engine.runner import Runner
 run = Runner.run
 def slow(self, step):
     time.sleep(0.02)
@@ -241,7 +241,7 @@ def test_a_fault_in_the_text_of_one_stream_costs_the_others_nothing(own: Live, m
             raise ZeroDivisionError("a bug in a detokenizer")
         receive(stream, event)
 
-    monkeypatch.setattr("server.api.stream.Stream.receive", faulty)
+    monkeypatch.setattr("tokenteller.server.api.stream.Stream.receive", faulty)
     with ThreadPoolExecutor() as pool:
         well = pool.submit(own.text, "well", **body)
         frames = own.stream([33, 33], **body)

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 from live import CLIENT, Live, serve
 
-from server.api.life import tell_stats
-from server.logs import Writer, json_line, plain_line, request_id
+from tokenteller.server.api.life import tell_stats
+from tokenteller.server.logs import Writer, json_line, plain_line, request_id
 
 HOSTILE = [
     'x\n2026-11-29T00:00:00.000Z ERROR fake id="1"',
@@ -139,7 +139,18 @@ def test_stats_are_told_under_load_and_not_when_idle(live: Live, caplog: pytest.
 
 def test_json_logs_are_json_from_the_first_line_to_the_last(rand: Path, tmp_path: Path) -> None:
     path = tmp_path / "log"
-    command = [sys.executable, "-m", "server", "serve", "--port", "0", "--model", str(rand), "--log-format", "json"]
+    command = [
+        sys.executable,
+        "-m",
+        "tokenteller.server",
+        "serve",
+        "--port",
+        "0",
+        "--model",
+        str(rand),
+        "--log-format",
+        "json",
+    ]
     with open(path, "w") as log, subprocess.Popen(command, stdout=log, stderr=log) as popen:
         try:
             while '"ready"' not in path.read_text():

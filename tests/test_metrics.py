@@ -11,7 +11,7 @@ import pytest
 from live import CLIENT, Live, serve
 from prometheus_client.parser import text_string_to_metric_families
 
-from server.metrics import PER_TOKEN, Gaps, Metrics
+from tokenteller.server.metrics import PER_TOKEN, Gaps, Metrics
 
 
 def scrape(live: Live) -> dict[str, float]:

@@ -16,7 +16,7 @@ from checkpoints import EOS
 from live import Live, serve
 from pydantic import BaseModel, Field
 
-from model.sampler import Draw, LogitsError, Sampled
+from tokenteller.model.sampler import Draw, LogitsError, Sampled
 
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
@@ -423,7 +423,7 @@ def test_an_error_after_the_stream_began_is_raised_by_the_client(
         error = LogitsError("logits at position 6 are not finite")
         return [Sampled(65) if draw.position < 6 else error for draw in draws]
 
-    monkeypatch.setattr("server.engine.runner.sample", broken)
+    monkeypatch.setattr("tokenteller.server.engine.runner.sample", broken)
     text = ""
     with pytest.raises(openai.APIError, match="not finite") as caught:
         for chunk in client.completions.create(model="chatty", prompt="xyz", max_tokens=20, stream=True):

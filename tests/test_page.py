@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 from live import CLIENT, Live, serve, stream_raw
 
-from server.api import page as page_room
-from server.api import pool as pool_room
+from tokenteller.server.api import page as page_room
+from tokenteller.server.api import pool as pool_room
 
 HERE = Path(page_room.__file__).parent
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]

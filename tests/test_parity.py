@@ -14,11 +14,11 @@ import pytest
 import torch
 from checkpoints import config_of, random_hf
 
-from model.attention import Batch
-from model.checkpoint import load
-from model.decoder import Decoder
-from model.kv_memory import KVLayout
-from model.kv_pool import KVPool
+from tokenteller.model.attention import Batch
+from tokenteller.model.checkpoint import load
+from tokenteller.model.decoder import Decoder
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.model.kv_pool import KVPool
 
 TOKENS = [(37 * at + 11 * at * at + 5) % 264 for at in range(200)]
 

@@ -12,12 +12,12 @@ import torch
 from checkpoints import Kind, config_of, llama_config, random_hf, random_llama, to_gguf
 from live import serve
 
-from model.checkpoint import load
-from model.config import ModelConfig, Storage
-from model.kernels import GROUP, PANEL, Panels
-from server.__main__ import main
-from server.planning import make_plan, plan_text, storage_of
-from server.settings import PlanSettings
+from tokenteller.model.checkpoint import load
+from tokenteller.model.config import ModelConfig, Storage
+from tokenteller.model.kernels import GROUP, PANEL, Panels
+from tokenteller.server.__main__ import main
+from tokenteller.server.planning import make_plan, plan_text, storage_of
+from tokenteller.server.settings import PlanSettings
 
 GIB = 2**30
 LLAMA_70B = {
@@ -159,7 +159,7 @@ def test_weights_take_exactly_the_planned_bytes(tmp_path: Path, family: str, tie
         elif isinstance(value, list):
             for item in value:
                 count(item)
-        elif type(value).__module__.startswith("model."):
+        elif type(value).__module__.startswith("tokenteller.model."):
             for item in vars(value).values() if hasattr(value, "__dict__") else ():
                 count(item)
 

@@ -16,8 +16,8 @@ import pytest
 from live import Live, serve
 
 from deploy import simulate
-from model.kv_memory import KVLayout
-from server.engine.sequence import Started
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.server.engine.sequence import Started
 
 PACE = 0.002  # seconds a step, so that what is to wait does wait on every machine
 COMMENT = re.compile(r": waiting position=(\d+) for=(\w+) latest_ms=(\d+|unknown)")

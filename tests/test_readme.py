@@ -23,7 +23,7 @@ def command(start: str) -> list[str]:
     line = next(line.strip().removeprefix("$ ") for line in LINES if line.strip().removeprefix("$ ").startswith(start))
     words = shlex.split(line.split("  #")[0].split(" [")[0])
     if words[0] == "tokenteller":
-        return [sys.executable, "-m", "server", *words[1:]]
+        return [sys.executable, "-m", "tokenteller.server", *words[1:]]
     return [sys.executable, *words[1:]] if words[0] == "python" else words
 
 
@@ -76,8 +76,8 @@ def test_plan_prints_what_the_readme_shows() -> None:
 def test_generate_and_explain_run_as_written(toy: Live) -> None:
     words = command("tokenteller generate")
     assert len(run([*words, "--url", toy.url, "--max-tokens", "5"])) > 1
-    assert "head split" in run(command("python -m model.explain"))
-    assert "preallocated pool" in run([*command("python -m model.explain --compare"), "--tokens", "70"])
+    assert "head split" in run(command("python -m tokenteller.model.explain"))
+    assert "preallocated pool" in run([*command("python -m tokenteller.model.explain --compare"), "--tokens", "70"])
 
 
 def test_the_load_test_line_runs_as_written(toy: Live) -> None:

@@ -9,20 +9,21 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 TORCH_FREE = (
-    "model.config",
-    "model.kv_memory",
-    "server.settings",
-    "server.planning",
-    "server.errors",
-    "server.engine.sequence",
-    "server.engine.ledger",
-    "server.engine.scheduler",
+    "tokenteller.model.config",
+    "tokenteller.model.kv_memory",
+    "tokenteller.server.settings",
+    "tokenteller.server.planning",
+    "tokenteller.server.errors",
+    "tokenteller.server.engine.sequence",
+    "tokenteller.server.engine.ledger",
+    "tokenteller.server.engine.scheduler",
 )
 
 
 def modules() -> dict[str, Path]:
     files = [*ROOT.glob("model/**/*.py"), *ROOT.glob("server/**/*.py")]
-    return {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    names = ("tokenteller." + ".".join(file.relative_to(ROOT).with_suffix("").parts) for file in files)
+    return {name.removesuffix(".__init__"): file for name, file in zip(names, files, strict=True)}
 
 
 def imports(file: Path) -> set[str]:
@@ -38,17 +39,17 @@ def imports(file: Path) -> set[str]:
 
 def test_the_model_never_imports_the_server() -> None:
     for name, file in modules().items():
-        if name.startswith("model"):
-            assert not {module for module in imports(file) if module.split(".")[0] == "server"}, name
+        if name.startswith("tokenteller.model"):
+            assert not {module for module in imports(file) if module.startswith("tokenteller.server")}, name
 
 
 def test_the_engine_knows_no_http_and_the_api_no_tensor() -> None:
     for name, file in modules().items():
         tops = {module.split(".")[0] for module in imports(file)}
-        if name.startswith("server.engine"):
+        if name.startswith("tokenteller.server.engine"):
             assert not tops & {"fastapi", "starlette", "uvicorn"}, name
-            assert not {module for module in imports(file) if module.startswith("server.api")}, name
-        if name.startswith("server.api"):
+            assert not {module for module in imports(file) if module.startswith("tokenteller.server.api")}, name
+        if name.startswith("tokenteller.server.api"):
             assert not tops & {"torch", "numba"}, name
 
 

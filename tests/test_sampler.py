@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from model import sampler
-from model.sampler import LOWEST_LOGPROB, Draw, LogitsError, Sampled, SamplingParams, logprobs, uniform
+from tokenteller.model import sampler
+from tokenteller.model.sampler import LOWEST_LOGPROB, Draw, LogitsError, Sampled, SamplingParams, logprobs, uniform
 
 V = 40
 EDGE = 1e-9  # two roundings of one sum may differ by this: a cut or a draw nearer to its line may fall either way
@@ -309,7 +309,7 @@ def test_forbidden_and_disallowed_tokens_never_come() -> None:
 
 def test_the_largest_random_number_draws_no_token_without_probability(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its product with the total rounds up to the total; the ids behind the last possible one have probability 0."""
-    monkeypatch.setattr("model.sampler.uniform", lambda *_: 1.0 - 2.0**-53)
+    monkeypatch.setattr("tokenteller.model.sampler.uniform", lambda *_: 1.0 - 2.0**-53)
     rng = np.random.default_rng(1)
     for vocab, lasts in ((V, range(1, V)), (1100, (1, 511, 512, 513, 1024, 1025, 1099))):
         for last in lasts:

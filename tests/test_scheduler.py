@@ -14,12 +14,23 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from model.kv_memory import KVLayout
-from model.sampler import Sampled, SamplingParams
-from server.engine.ledger import BYTES, KVLedger
-from server.engine.scheduler import Scheduler
-from server.engine.sequence import Copy, Failed, Finished, Release, Request, Sequence, Span, Started, Step, Token
-from server.engine.why import request_state
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.model.sampler import Sampled, SamplingParams
+from tokenteller.server.engine.ledger import BYTES, KVLedger
+from tokenteller.server.engine.scheduler import Scheduler
+from tokenteller.server.engine.sequence import (
+    Copy,
+    Failed,
+    Finished,
+    Release,
+    Request,
+    Sequence,
+    Span,
+    Started,
+    Step,
+    Token,
+)
+from tokenteller.server.engine.why import request_state
 
 GREEDY = SamplingParams(temperature=0.0)
 END = 999  # the end token

@@ -14,9 +14,9 @@ import httpx
 import pytest
 from live import CLIENT, Live, serve
 
-from server.__main__ import main
-from server.api import body as body_room
-from server.api import protocol
+from tokenteller.server.__main__ import main
+from tokenteller.server.api import body as body_room
+from tokenteller.server.api import protocol
 
 KEYS = ("first-key-0123", "second-key-4567")
 

@@ -12,11 +12,11 @@ import pytest
 import torch
 from test_parity import greedy
 
-from model.checkpoint import Checkpoint, load
-from model.config import locate
-from model.keys import ConfigError
-from model.kv_memory import KVLayout
-from model.kv_pool import KVPool
+from tokenteller.model.checkpoint import Checkpoint, load
+from tokenteller.model.config import locate
+from tokenteller.model.keys import ConfigError
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.model.kv_pool import KVPool
 
 try:
     FILE: Path | None = locate("smollm2")
@@ -76,7 +76,7 @@ def test_greedy_text_equals_transformers_on_the_same_file(smollm2: Checkpoint) -
 def test_fp16_takes_the_planned_memory_and_no_more_than_the_libraries_beside_it() -> None:
     """Bytes of its own after loading, less those of a process that has only imported the same, are the plan's."""
     code = (
-        "import sys; from model.checkpoint import load; import gguf, server.api.app\n"
+        "import sys; from tokenteller.model.checkpoint import load; import gguf, tokenteller.server.api.app\n"
         "def rss(): return next(int(x.split()[1]) for x in open('/proc/self/status') if 'RssAnon' in x) * 1024\n"
         "before = rss(); c = load('smollm2', 'fp16', max_context=512)\n"
         "print(before, rss(), c.config.weight_bytes('fp16'))"

@@ -18,8 +18,8 @@ import pytest
 from live import Live, joined, serve
 from safetensors.torch import load_file, save_file
 
-from server.engine.sequence import Event, Finished
-from server.errors import SlowReader
+from tokenteller.server.engine.sequence import Event, Finished
+from tokenteller.server.errors import SlowReader
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_what_is_ready_together_goes_out_in_one_write(
 @pytest.mark.parametrize("pause", [0.0, 1.0])
 def test_silence_is_told_and_tokens_are_none(rand: Path, monkeypatch: pytest.MonkeyPatch, pause: float) -> None:
     """Tokens come faster than that for longer than that, and once not."""
-    monkeypatch.setattr("server.api.stream.SILENCE_S", 0.3)
+    monkeypatch.setattr("tokenteller.server.api.stream.SILENCE_S", 0.3)
     with serve(0.03, model=str(rand), slots=1) as live:
         runner = live.service.engine.runner
         run, steps = runner.run, iter(range(100))

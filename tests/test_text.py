@@ -14,10 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, decoders, models
 
-from model.sampler import SamplingParams
-from model.tokenizer import Tokenizer, byte_symbols
-from server.api.stream import Choice, Delta, StopMatcher
-from server.engine.sequence import Request, Token
+from tokenteller.model.sampler import SamplingParams
+from tokenteller.model.tokenizer import Tokenizer, byte_symbols
+from tokenteller.server.api.stream import Choice, Delta, StopMatcher
+from tokenteller.server.engine.sequence import Request, Token
 
 BYTES = Tokenizer(byte_tokenizer(), bos_id=None, stop_ids=[EOS])
 ids = st.lists(st.integers(0, 263), max_size=60)

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 from live import Live, parse_sse, serve
 from schemathesis.specs.openapi.checks import positive_data_acceptance
 
-from server.api.body import Body, validate
-from server.api.generate import GenerateBody
-from server.api.openai import ChatBody, CompletionBody, DetokenizeBody, Message, StreamOptions, TokenizeBody
-from server.errors import ApiError
+from tokenteller.server.api.body import Body, validate
+from tokenteller.server.api.generate import GenerateBody
+from tokenteller.server.api.openai import ChatBody, CompletionBody, DetokenizeBody, Message, StreamOptions, TokenizeBody
+from tokenteller.server.errors import ApiError
 
 BODIES: dict[str, type[Body]] = {
     "/generate": GenerateBody,

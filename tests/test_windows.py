@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from live import serve
 from test_parity import TOKENS, close, forward, greedy, twin_of
 
-from model.checkpoint import load
-from model.kv_memory import PAGE_BYTES, KVLayout
-from model.kv_pool import KVPool
+from tokenteller.model.checkpoint import load
+from tokenteller.model.kv_memory import PAGE_BYTES, KVLayout
+from tokenteller.model.kv_pool import KVPool
 
 
 @st.composite

@@ -15,26 +15,26 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Lifespan
 
-from model.checkpoint import Checkpoint, Progress, give_back_memory, load
-from model.kv_memory import KVLayout, KVPlan
-from model.kv_pool import KVPool
-from model.sampler import LogitsError
-from server.api import generate, openai, operations, page
-from server.api.door import Door, Origins
-from server.api.life import Watch, tell_stats
-from server.api.pool import Picture
-from server.api.service import Service, service_of
-from server.api.stream import Streams
-from server.engine.engine import Engine
-from server.engine.explain import Decisions
-from server.engine.ledger import SURE_ROWS, KVLedger
-from server.engine.runner import Runner, end_idle_threads, usable_cpus, use_threads
-from server.engine.scheduler import Scheduler
-from server.engine.sequence import Event
-from server.errors import ApiError, MethodNotAllowed, NotFound, error_schema
-from server.metrics import Metrics
-from server.planning import make_plan, storage_of
-from server.settings import ServeSettings
+from tokenteller.model.checkpoint import Checkpoint, Progress, give_back_memory, load
+from tokenteller.model.kv_memory import KVLayout, KVPlan
+from tokenteller.model.kv_pool import KVPool
+from tokenteller.model.sampler import LogitsError
+from tokenteller.server.api import generate, openai, operations, page
+from tokenteller.server.api.door import Door, Origins
+from tokenteller.server.api.life import Watch, tell_stats
+from tokenteller.server.api.pool import Picture
+from tokenteller.server.api.service import Service, service_of
+from tokenteller.server.api.stream import Streams
+from tokenteller.server.engine.engine import Engine
+from tokenteller.server.engine.explain import Decisions
+from tokenteller.server.engine.ledger import SURE_ROWS, KVLedger
+from tokenteller.server.engine.runner import Runner, end_idle_threads, usable_cpus, use_threads
+from tokenteller.server.engine.scheduler import Scheduler
+from tokenteller.server.engine.sequence import Event
+from tokenteller.server.errors import ApiError, MethodNotAllowed, NotFound, error_schema
+from tokenteller.server.metrics import Metrics
+from tokenteller.server.planning import make_plan, storage_of
+from tokenteller.server.settings import ServeSettings
 
 REFUSALS: dict[int | str, dict[str, Any]] = {
     "default": {

@@ -14,10 +14,10 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 from starlette.requests import ClientDisconnect, Request
 
-from model.grammar import Kind
-from model.sampler import SamplingParams
-from server.api.stream import Terms
-from server.errors import BadRequest, BodyTimeout, BodyTooLarge, Unprocessable, UnsupportedMediaType
+from tokenteller.model.grammar import Kind
+from tokenteller.model.sampler import SamplingParams
+from tokenteller.server.api.stream import Terms
+from tokenteller.server.errors import BadRequest, BodyTimeout, BodyTooLarge, Unprocessable, UnsupportedMediaType
 
 Model = TypeVar("Model", bound="Body")
 BODY_S = 30  # a client that sends slower than this is not waited for

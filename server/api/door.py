@@ -15,9 +15,9 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from server import logs
-from server.errors import ApiError, EngineFailure, OriginRefused, Unauthorized
-from server.metrics import Metrics
+from tokenteller.server import logs
+from tokenteller.server.errors import ApiError, EngineFailure, OriginRefused, Unauthorized
+from tokenteller.server.metrics import Metrics
 
 log = logging.getLogger("tokenteller")
 

@@ -13,13 +13,13 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import Field, field_validator
 
-from model.tokenizer import Tokenizer
-from server.api import sse
-from server.api.body import SamplingBody, document, read
-from server.api.service import Service, request_id, service_of
-from server.api.stream import Delta, End, Item, Piece, Silence, Stream, Wanted
-from server.engine.sequence import Started
-from server.errors import ApiError
+from tokenteller.model.tokenizer import Tokenizer
+from tokenteller.server.api import sse
+from tokenteller.server.api.body import SamplingBody, document, read
+from tokenteller.server.api.service import Service, request_id, service_of
+from tokenteller.server.api.stream import Delta, End, Item, Piece, Silence, Stream, Wanted
+from tokenteller.server.engine.sequence import Started
+from tokenteller.server.errors import ApiError
 
 router = APIRouter()
 T = TypeVar("T")

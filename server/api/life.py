@@ -8,9 +8,9 @@ import time
 from contextlib import suppress
 from pathlib import Path
 
-from server.api.service import Service
-from server.api.stream import Streams
-from server.engine.engine import Pulse
+from tokenteller.server.api.service import Service
+from tokenteller.server.api.stream import Streams
+from tokenteller.server.engine.engine import Pulse
 
 log = logging.getLogger("tokenteller")
 

@@ -20,16 +20,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ConfigDict, Field, field_validator, model_validator
 
-from model.chat import ChatTemplateError
-from model.grammar import Kind
-from model.sampler import Logprobs
-from server.api import sse
-from server.api.body import Body, SamplingBody, document, read
-from server.api.generate import unless_gone, usage
-from server.api.service import Service, request_id, service_of
-from server.api.stream import Delta, End, Item, Piece, Silence, Stream, Wanted
-from server.engine.sequence import Started
-from server.errors import ApiError, BadRequest, ModelNotFound, Unprocessable
+from tokenteller.model.chat import ChatTemplateError
+from tokenteller.model.grammar import Kind
+from tokenteller.model.sampler import Logprobs
+from tokenteller.server.api import sse
+from tokenteller.server.api.body import Body, SamplingBody, document, read
+from tokenteller.server.api.generate import unless_gone, usage
+from tokenteller.server.api.service import Service, request_id, service_of
+from tokenteller.server.api.stream import Delta, End, Item, Piece, Silence, Stream, Wanted
+from tokenteller.server.engine.sequence import Started
+from tokenteller.server.errors import ApiError, BadRequest, ModelNotFound, Unprocessable
 
 router = APIRouter()
 log = logging.getLogger("tokenteller.api")

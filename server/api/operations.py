@@ -11,16 +11,16 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
-from server import logs
-from server.api import sse
-from server.api.body import answers
-from server.api.pool import Picture
-from server.api.service import Service, service_of
-from server.engine.runner import Runner
-from server.engine.scheduler import Scheduler
-from server.engine.why import request_state
-from server.errors import NotFound, Unavailable
-from server.metrics import WAITING_FOR, Levels
+from tokenteller.server import logs
+from tokenteller.server.api import sse
+from tokenteller.server.api.body import answers
+from tokenteller.server.api.pool import Picture
+from tokenteller.server.api.service import Service, service_of
+from tokenteller.server.engine.runner import Runner
+from tokenteller.server.engine.scheduler import Scheduler
+from tokenteller.server.engine.why import request_state
+from tokenteller.server.errors import NotFound, Unavailable
+from tokenteller.server.metrics import WAITING_FOR, Levels
 
 router = APIRouter()
 T = TypeVar("T")

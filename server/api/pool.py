@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from server.api import sse
-from server.api.service import Service
-from server.engine.ledger import BYTES
-from server.engine.runner import Runner
-from server.engine.scheduler import Scheduler
-from server.errors import Unavailable
-from server.metrics import PER_TOKEN, Metrics
+from tokenteller.server.api import sse
+from tokenteller.server.api.service import Service
+from tokenteller.server.engine.ledger import BYTES
+from tokenteller.server.engine.runner import Runner
+from tokenteller.server.engine.scheduler import Scheduler
+from tokenteller.server.errors import Unavailable
+from tokenteller.server.metrics import PER_TOKEN, Metrics
 
 PERIOD_S = 0.2
 VIEWERS = 32

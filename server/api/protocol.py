@@ -11,7 +11,7 @@ from typing import Any
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
-from server.errors import BadHead
+from tokenteller.server.errors import BadHead
 
 HEAD_BYTES = 32 * 1024  # request line and headers together
 HEAD_S = 20.0  # from its first byte, or from connecting, to the blank line

@@ -7,11 +7,11 @@ from dataclasses import dataclass, field
 
 from fastapi import Request
 
-from model.kv_memory import KVPlan
-from server.api.stream import Streams
-from server.engine.engine import Engine
-from server.metrics import Metrics
-from server.settings import ServeSettings
+from tokenteller.model.kv_memory import KVPlan
+from tokenteller.server.api.stream import Streams
+from tokenteller.server.engine.engine import Engine
+from tokenteller.server.metrics import Metrics
+from tokenteller.server.settings import ServeSettings
 
 
 @dataclass(slots=True)

@@ -11,15 +11,15 @@ from collections.abc import AsyncIterator, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 
-from model.grammar import Grammar, GrammarError, Grammars, Kind
-from model.kv_memory import rows_max
-from model.sampler import Logprobs, SamplingParams
-from model.tokenizer import Tokenizer
-from server import logs, tracing
-from server.engine.engine import Engine
-from server.engine.sequence import Event, Failed, Finished, Request, Reused, Started, Token
-from server.engine.why import progress
-from server.errors import (
+from tokenteller.model.grammar import Grammar, GrammarError, Grammars, Kind
+from tokenteller.model.kv_memory import rows_max
+from tokenteller.model.sampler import Logprobs, SamplingParams
+from tokenteller.model.tokenizer import Tokenizer
+from tokenteller.server import logs, tracing
+from tokenteller.server.engine.engine import Engine
+from tokenteller.server.engine.sequence import Event, Failed, Finished, Request, Reused, Started, Token
+from tokenteller.server.engine.why import progress
+from tokenteller.server.errors import (
     ApiError,
     BadGrammar,
     EngineFailure,
@@ -29,7 +29,7 @@ from server.errors import (
     Unavailable,
     Unprocessable,
 )
-from server.metrics import Metrics, Served
+from tokenteller.server.metrics import Metrics, Served
 
 log = logging.getLogger("tokenteller")
 

@@ -12,10 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
-from server.engine.runner import Runner, use_threads
-from server.engine.scheduler import Scheduler
-from server.engine.sequence import Event, Request
-from server.metrics import Metrics
+from tokenteller.server.engine.runner import Runner, use_threads
+from tokenteller.server.engine.scheduler import Scheduler
+from tokenteller.server.engine.sequence import Event, Request
+from tokenteller.server.metrics import Metrics
 
 log = logging.getLogger("tokenteller.engine")
 T = TypeVar("T")

@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from server.engine.ledger import BYTES, KVLedger
-from server.engine.sequence import Sequence
+from tokenteller.server.engine.ledger import BYTES, KVLedger
+from tokenteller.server.engine.sequence import Sequence
 
 log = logging.getLogger("tokenteller.decisions")
 

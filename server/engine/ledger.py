@@ -20,8 +20,8 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from model.kv_memory import KVLayout
-from server.engine.usage import Expected, Usage
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.server.engine.usage import Expected, Usage
 
 Rule = Literal["peak", "reserve", "learned"]
 SURE_ROWS = 16  # prompt rows that every step computes if there are so many, whatever the tokens' pace

@@ -12,13 +12,13 @@ from pathlib import Path
 import numba
 import torch
 
-from model.attention import Batch
-from model.decoder import Decoder
-from model.grammar import GrammarError
-from model.kv_pool import KVPool
-from model.linear import padded
-from model.sampler import Draw, Rows, Sampled, SamplingParams, sample
-from server.engine.sequence import Copy, Release, Request, Sequence, Span, Step
+from tokenteller.model.attention import Batch
+from tokenteller.model.decoder import Decoder
+from tokenteller.model.grammar import GrammarError
+from tokenteller.model.kv_pool import KVPool
+from tokenteller.model.linear import padded
+from tokenteller.model.sampler import Draw, Rows, Sampled, SamplingParams, sample
+from tokenteller.server.engine.sequence import Copy, Release, Request, Sequence, Span, Step
 
 
 def usable_cpus() -> int:

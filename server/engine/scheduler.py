@@ -8,13 +8,13 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass
 from itertools import count
 
-from model.grammar import GrammarError
-from model.sampler import Sampled
-from server.engine.cost import StepCost
-from server.engine.explain import Decisions
-from server.engine.guess import Guesser
-from server.engine.ledger import KVLedger
-from server.engine.sequence import (
+from tokenteller.model.grammar import GrammarError
+from tokenteller.model.sampler import Sampled
+from tokenteller.server.engine.cost import StepCost
+from tokenteller.server.engine.explain import Decisions
+from tokenteller.server.engine.guess import Guesser
+from tokenteller.server.engine.ledger import KVLedger
+from tokenteller.server.engine.sequence import (
     NEVER,
     Blame,
     Copy,

@@ -7,11 +7,11 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import Literal
 
-from model.grammar import Grammar, Matcher
-from model.kv_memory import rows_max
-from model.sampler import Logprobs, SamplingParams
-from server.engine.guess import Guesser
-from server.engine.ledger import Account, Plan
+from tokenteller.model.grammar import Grammar, Matcher
+from tokenteller.model.kv_memory import rows_max
+from tokenteller.model.sampler import Logprobs, SamplingParams
+from tokenteller.server.engine.guess import Guesser
+from tokenteller.server.engine.ledger import Account, Plan
 
 NEVER = sys.maxsize  # a step that does not come
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from server.engine.ledger import BYTES
-from server.engine.scheduler import Scheduler
-from server.engine.sequence import Sequence
+from tokenteller.server.engine.ledger import BYTES
+from tokenteller.server.engine.scheduler import Scheduler
+from tokenteller.server.engine.sequence import Sequence
 
 
 @dataclass(frozen=True, slots=True)

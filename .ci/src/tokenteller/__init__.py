@@ -1,0 +1,1 @@
+../../../server/public/__init__.py

@@ -161,11 +161,10 @@ class KVPool:
                     total += int(line.split()[1]) * 1024
         return total
 
-    def prove(self, budget_bytes: int) -> None:
-        """Touches `budget_bytes` once and gives them back, so that a lack shows at start and not under load.
+    def check(self, budget_bytes: int) -> None:
+        """Raises PoolMemoryError when the machine or its cgroup has less than `budget_bytes` left. Touches nothing.
 
-        Raises PoolMemoryError before touching anything when the machine or its cgroup has less than that. On a GPU
-        the pool has been allocated in full.
+        On a GPU the pool was allocated in full when it was made.
         """
         if self.kv.is_cuda:
             return
@@ -175,9 +174,14 @@ class KVPool:
                 f"the KV pool needs {size(budget_bytes)} but only {size(available)} of memory are available; "
                 f"lower --kv-memory, --slots or --max-context"
             )
+
+    def prefault(self, budget_bytes: int) -> None:
+        """Writes to every page of `budget_bytes` and releases them, so that a shortage shows now and not under load.
+
+        For an empty pool, after `check`. A machine that overcommits kills the process here if the memory is not there.
+        """
+        if self.flat is None:
+            return  # a GPU allocates in full
+        self.flat.view(np.uint8)[:budget_bytes:PAGE_BYTES] = 0
         if self._buffer is not None:
-            pages = np.frombuffer(self._buffer, np.uint8)[
-                : min(budget_bytes, self.slots * self.layout.slot_bytes) : PAGE_BYTES
-            ]
-            pages[:] = 1
             self._buffer.madvise(mmap.MADV_DONTNEED)

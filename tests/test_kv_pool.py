@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -67,15 +70,37 @@ def test_the_kernels_and_torch_see_the_same_memory() -> None:
     assert pool.flat is not None and pool.flat[at] == 9.0 and pool.flat[at + layer // 2] == -9.0
 
 
-def test_proving_the_budget_leaves_nothing_resident() -> None:
+def test_checking_a_budget_touches_nothing() -> None:
     pool = KVPool(LAYOUT, slots=8)
-    pool.prove(8 * LAYOUT.committed(200))
-    assert pool.resident_bytes() == 0
+    pool.kv[0, 0, 0, 0, 0] = 7
+    pool.check(8 * LAYOUT.committed(200))
+    assert (pool.kv[0, 0, 0, 0, 0] == 7).all() and pool.resident_bytes() == 4096
 
 
 def test_a_budget_beyond_the_machine_is_refused_with_both_numbers() -> None:
     with pytest.raises(PoolMemoryError, match=r"needs 4096 TiB but only .* available"):
-        KVPool(LAYOUT, slots=1).prove(2**52)
+        KVPool(LAYOUT, slots=1).check(2**52)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the peak from /proc")
+def test_prefaulting_touches_the_budget_once_and_leaves_nothing_resident() -> None:
+    """In a process of its own, whose peak tells that every page was there."""
+    code = """
+from tokenteller.model.kv_memory import KVLayout
+from tokenteller.model.kv_pool import KVPool
+
+def status(name):
+    with open("/proc/self/status") as lines:
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(name))
+
+pool = KVPool(KVLayout(num_layers=4, num_kv_heads=4, head_dim=64, max_context=16384), slots=8)
+budget = 1 << 29
+now, peak = status("VmRSS:"), status("VmHWM:")
+pool.prefault(budget)
+print(status("VmHWM:") - max(peak, now) > budget * 0.7, pool.resident_bytes())
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["True", "0"]
 
 
 def test_without_paging_every_slot_costs_its_full_length() -> None:

@@ -45,7 +45,7 @@ REFUSALS: dict[int | str, dict[str, Any]] = {
 
 
 def create_app(settings: ServeSettings) -> FastAPI:
-    """Loads the model, allocates and proves the pool; the engine starts with the app.
+    """Loads the model, allocates and checks the pool; the engine starts with the app.
 
     Raises ConfigError or CheckpointError for the model, PoolMemoryError and ValueError for the memory.
     """
@@ -92,11 +92,11 @@ def create_app(settings: ServeSettings) -> FastAPI:
 
 
 def _loaded(settings: ServeSettings, layout: KVLayout, plan: KVPlan, threads: int) -> tuple[Checkpoint, Runner]:
-    """The model, and a runner with a proven pool for it."""
+    """The model, and a runner with a pool for it."""
     progress = Progress(sys.stderr)
     checkpoint = load(settings.model, storage_of(settings), settings.device, layout.max_context, progress)
     pool = KVPool(layout, plan.slots, settings.device, None if settings.kv_dtype else checkpoint.decoder.kv_dtype)
-    pool.prove(plan.pool_bytes)
+    pool.check(plan.pool_bytes)
     max_rows = plan.slots * (1 + settings.speculate) + settings.prefill_chunk
     return checkpoint, Runner(checkpoint.decoder, pool, max_rows, threads=threads)
 

@@ -10,7 +10,6 @@ import importlib.util
 import logging
 import math
 import re
-from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cache
@@ -173,29 +172,6 @@ class ModelConfig:
         config = _READERS[family](keys)
         _finish(keys)
         return config
-
-
-def stored_form(model: str) -> Storage:
-    """The form nearest to the one that a model's own file has most of its weights in. Raises ConfigError."""
-    path = locate(model, weights=False)
-    path = path / "config.json" if path.is_dir() else path
-    try:
-        if path.suffix == ".gguf":
-            from tokenteller.model.gguf import GGUFFile
-
-            numbers: Counter[str] = Counter()
-            for tensor in GGUFFile(path).tensors.values():
-                numbers[tensor.kind.name] += math.prod(tensor.shape)
-            if not numbers:
-                raise ConfigError("it has no tensors")
-            kind = numbers.most_common(1)[0][0]
-            floats: dict[str, Storage] = {"F32": "fp32", "F16": "fp16", "BF16": "bf16"}
-            return floats.get(kind, "int8" if re.search("[5-8]", kind) else "int4")
-        keys = Keys(json_object(path.read_bytes()))
-        forms: dict[str | None, Storage] = {"float32": "fp32", "bfloat16": "bf16"}
-        return forms.get(keys.text("dtype") or keys.text("torch_dtype"), "fp16")
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: {error}") from error
 
 
 def _finish(keys: Keys) -> None:

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from pydantic_settings import SettingsError
 
-from tokenteller.model.config import ModelConfig, Storage, stored_form
+from tokenteller.model.config import ModelConfig, Storage
+from tokenteller.model.formats.stored import stored_format
 from tokenteller.model.kv_memory import KVLayout, KVPlan, available_memory, can_page, in_mib, plan, size
 from tokenteller.server.settings import ModelSettings, PlanSettings
 
@@ -21,7 +22,7 @@ def storage_of(settings: ModelSettings) -> Storage:
             told = f"only on the CPU, not on {settings.device}; use --weights fp16"
             raise SettingsError(f"--weights {settings.weights}: {told}")
         return settings.weights
-    form = stored_form(settings.model)
+    form = stored_format(settings.model).weights
     return "fp16" if form in ("int8", "int4") and settings.device != "cpu" else form
 
 

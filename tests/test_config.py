@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,8 @@ import pytest
 from checkpoints import config_of, damaged, random_hf
 from safetensors.torch import load_file
 
-from tokenteller.model.config import ModelConfig, Rope, stored_form
+from tokenteller.model.config import ModelConfig, Rope
+from tokenteller.model.formats.stored import stored_format
 from tokenteller.model.keys import ConfigError
 
 
@@ -174,7 +176,7 @@ def test_windows_follow_each_familys_keys() -> None:
 )
 def test_a_file_that_is_no_json_object_is_one_line_for_the_plan_too(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    for read_it in (ModelConfig.read, stored_form):
+    for read_it in (ModelConfig.read, stored_format):
         with pytest.raises(ConfigError) as caught:
             read_it(str(tmp_path))
         assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in str(caught.value)
@@ -296,3 +298,22 @@ def test_published_configs_are_read_without_a_word_and_count_their_known_paramet
     raw, parameters = PUBLISHED[name]
     assert ModelConfig.from_hf(raw).num_parameters == parameters
     assert caplog.text == ""
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        ("float32", ("fp32", "as stored, float32", "fp32")),
+        ("float16", ("fp16", "as stored, float16", "fp16")),
+        ("bfloat16", ("bf16", "as stored, bfloat16", "fp16")),
+        ("float8_e4m3fn", ("fp16", "nearest to float8_e4m3fn", "fp16")),
+        (None, ("fp32", "config.json names no dtype", "fp32")),
+    ],
+)
+def test_auto_keeps_what_the_file_stores(tmp_path: Path, dtype: str | None, expected: tuple[str, str, str]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config_of("llama", dtype=dtype)))
+    assert stored_format(str(tmp_path)) == expected
+
+
+def test_the_toy_keeps_k_and_v_in_fp32() -> None:
+    assert stored_format("toy") == ("fp16", "as stored, float16", "fp32")

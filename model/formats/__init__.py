@@ -1,0 +1,1 @@
+"""How each file format spells a model: config.json, safetensors, GGUF, and names on the Hugging Face hub."""

@@ -17,9 +17,9 @@ from typing import Any
 import httpx
 import uvicorn
 
-from tokenteller.server.__main__ import uvicorn_config
 from tokenteller.server.api.app import create_app
 from tokenteller.server.api.service import Service
+from tokenteller.server.cli.serve import uvicorn_config
 from tokenteller.server.settings import ServeSettings
 
 
@@ -148,7 +148,7 @@ class Process:
 @contextmanager
 def process(*flags: str, patch: str = "", stderr: Any = None) -> Iterator[Process]:
     """`tokenteller serve` with these flags until the block ends; `patch` is run before it, to break something."""
-    program = patch + "\nimport sys\nfrom server.__main__ import main\nsys.exit(main(sys.argv[1:]))"
+    program = patch + "\nimport sys\nfrom tokenteller.server.__main__ import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "serve", "--port", "0", *flags]
     popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
     assert popen.stdout is not None

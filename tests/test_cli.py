@@ -18,8 +18,9 @@ import pytest
 from fastapi import FastAPI
 from live import Live, process
 
-from tokenteller.server.__main__ import bind, main
-from tokenteller.server.__main__ import run as serve_app
+from tokenteller.server.__main__ import main
+from tokenteller.server.cli.listen import bind
+from tokenteller.server.cli.serve import serve
 from tokenteller.server.engine.runner import usable_cpus
 from tokenteller.server.settings import ServeSettings
 
@@ -129,8 +130,8 @@ def test_of_two_that_are_bound_to_a_port_one_may_listen() -> None:
     (one,), settings = bind("127.0.0.1", 0), ServeSettings()
     with one, bind("127.0.0.1", one.getsockname()[1])[0] as other:
         one.listen()
-        with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1:8000: Address"):
-            serve_app(FastAPI(), settings, [other])
+        with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address"):
+            serve(FastAPI(), settings, [other])
 
 
 def test_all_addresses_of_a_host_get_the_same_port(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +201,7 @@ def test_generate_says_so_when_the_server_is_of_another_kind(
         url = f"http://127.0.0.1:{server.server_port}"
         assert main(["generate", "hi", "--url", url]) == 1
     said = capsys.readouterr().err
-    assert said == f"tokenteller: {url}/generate answered {status}, but not as tokenteller does\n"
+    assert said == f"tokenteller: {url} is not tokenteller: /generate answered {status}\n"
 
 
 @pytest.mark.parametrize("command", ["plan", "generate x --max-tokens 9"])

@@ -1,0 +1,65 @@
+"""tokenteller generate: one answer, from a running server or from one started for it in this process."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+
+import httpx
+from pydantic_settings import CliApp
+
+from tokenteller.server.settings import GenerateSettings, ModelSettings, ServeSettings
+
+
+def run(arguments: list[str]) -> int:
+    settings = CliApp.run(GenerateSettings, cli_args=arguments)
+    body = settings.model_dump(include={"prompt", "max_tokens", "temperature", "seed"}, exclude_none=True)
+    headers = {"Authorization": f"Bearer {settings.api_key[0].get_secret_value()}"} if settings.api_key else {}
+    with nullcontext(str(settings.url).rstrip("/")) if settings.url else own_server(settings) as url:
+        try:
+            with httpx.stream("POST", f"{url}/generate", json=body, headers=headers, timeout=None) as response:
+                _print_text(response)
+        except httpx.RequestError as error:
+            raise ValueError(f"no server at {url} ({error}); start one with `tokenteller serve`") from error
+        except (LookupError, TypeError, json.JSONDecodeError, UnicodeDecodeError):
+            raise ValueError(f"{url} is not tokenteller: /generate answered {response.status_code}") from None
+    return 0
+
+
+def _print_text(response: httpx.Response) -> None:
+    """Raises ValueError with the server's message; LookupError, TypeError or a decoding error if it is another one."""
+    if response.status_code != 200:
+        raise ValueError(json.loads(response.read())["error"]["message"])
+    for line in response.iter_lines():
+        if line == "data: [DONE]":
+            print()
+            return
+        if line.startswith("data: "):
+            frame = json.loads(line[6:])
+            if frame["type"] == "error":
+                raise ValueError(frame["error"]["message"])
+            print(frame.get("text", ""), end="", flush=True)
+    raise LookupError("the stream ended without [DONE]")
+
+
+@contextmanager
+def own_server(settings: ModelSettings) -> Iterator[str]:
+    """The URL of a server with one slot, in a thread of this process, for as long as the block runs."""
+    import uvicorn
+
+    from tokenteller.server.api.app import create_app
+
+    chosen = settings.model_dump(include=set(ModelSettings.model_fields), exclude={"slots"})
+    server = uvicorn.Server(uvicorn.Config(create_app(ServeSettings(**chosen, slots=1)), port=0, log_level="warning"))
+    thread = threading.Thread(target=server.run)
+    thread.start()
+    while not server.started and thread.is_alive():
+        time.sleep(0.01)
+    try:
+        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
+    finally:
+        server.should_exit = True
+        thread.join()

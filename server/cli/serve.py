@@ -1,0 +1,137 @@
+"""tokenteller serve: checks what can be checked, plans, loads, then serves until SIGTERM."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import resource
+import signal
+import socket
+import ssl
+import sys
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from pydantic_settings import CliApp, SettingsError
+
+from tokenteller.server import logs
+from tokenteller.server.cli.listen import address_text, bind, listen
+from tokenteller.server.cli.terminal import silence_stdout
+from tokenteller.server.planning import make_plan, plan_text
+from tokenteller.server.settings import ServeSettings
+
+if TYPE_CHECKING:
+    import uvicorn
+    from fastapi import FastAPI
+
+log = logging.getLogger("tokenteller")
+
+
+def run(arguments: list[str]) -> int:
+    settings = CliApp.run(ServeSettings, cli_args=arguments)
+    _check_certificate(settings)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it loads; process 1 has no default action
+    logs.set_up("json" if settings.explain_json else settings.log_format, settings.log_level)
+    listeners = bind(settings.host, settings.port)
+    plan = make_plan(settings)[2]
+    announce(settings, plan_text(plan), "plan", {"pool_bytes": plan.pool_bytes, "weight_bytes": plan.weight_bytes})
+    from tokenteller.server.api.app import create_app
+
+    return serve(create_app(settings), settings, listeners)
+
+
+def _check_certificate(settings: ServeSettings) -> None:
+    if settings.ssl_certfile is None:
+        if settings.ssl_keyfile is not None:
+            raise SettingsError("--ssl-keyfile: needs --ssl-certfile, too")
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.ssl_certfile, settings.ssl_keyfile)
+    except (ssl.SSLError, OSError) as error:
+        raise SettingsError(f"--ssl-certfile: {settings.ssl_certfile} cannot be used: {error}") from None
+
+
+def announce(settings: ServeSettings, text: str, event: str, fields: dict[str, Any]) -> None:
+    """Text for people on stdout, or a JSON log line. A stdout that takes nothing is no reason to stop."""
+    if settings.log_format == "json":
+        log.info(event, extra={"fields": fields})
+        return
+    try:
+        print(text, flush=True)
+    except OSError:
+        silence_stdout()
+
+
+def serve(app: FastAPI, settings: ServeSettings, listeners: list[socket.socket]) -> int:
+    """Serves on the bound sockets until SIGTERM or SIGINT, then drains; a second signal ends it at once.
+
+    Returns 0, or 1 if the engine failed. Raises ValueError if another process listens on the address by now.
+    """
+    import uvicorn
+
+    from tokenteller.server.api.life import Drain
+
+    class Server(uvicorn.Server):
+        """uvicorn that stays open while it drains, to refuse what still comes."""
+
+        drain: Drain
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            self.drain = Drain(app.state.service.streams, settings.shutdown_timeout)
+            address = address_text(*listeners[0].getsockname()[:2])
+            url = f"{'https' if settings.ssl_certfile else 'http'}://{address}"
+            announce(settings, f"\ntokenteller is ready on {url}", "ready", {"url": url, "model": settings.model})
+
+        async def on_tick(self, counter: int) -> bool:
+            if await super().on_tick(counter):
+                return True
+            if not self.drain.tick():
+                return False
+            self.config.timeout_graceful_shutdown = math.ceil(self.drain.seconds_left) + 1  # to read what was sent
+            return True
+
+        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+            if self.started:
+                self.drain.begin()
+            else:
+                sys.exit(0)
+
+    server = Server(uvicorn_config(app, settings))
+    _raise_file_limit()
+    listen(listeners, server.config.backlog)
+    server.run(listeners)
+    code = server.drain.exit_code if server.started else 1
+    if server.started and app.state.service.engine.running:
+        logging.shutdown()
+        os._exit(code)  # the engine thread is stuck in native code, and would crash the interpreter's own exit
+    return code
+
+
+def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
+    """How our HTTP server is set up."""
+    import uvicorn
+
+    from tokenteller.server.api.protocol import Protocol
+
+    return uvicorn.Config(
+        app,
+        host=settings.host,
+        port=settings.port,
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        http=Protocol,
+        ws="none",
+        ssl_certfile=settings.ssl_certfile,
+        ssl_keyfile=settings.ssl_keyfile,
+    )
+
+
+def _raise_file_limit() -> None:
+    """Each connection is an open file, and the usual soft limit of 1,024 is less than what the system grants."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 65536 if hard == resource.RLIM_INFINITY else min(hard, 65536)
+    if soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))

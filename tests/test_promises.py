@@ -15,8 +15,6 @@ import httpx
 import pytest
 from live import Live, serve
 
-from deploy import simulate
-from tokenteller.model.kv_memory import KVLayout
 from tokenteller.server.engine.sequence import Started
 
 PACE = 0.002  # seconds a step, so that what is to wait does wait on every machine
@@ -121,100 +119,6 @@ def test_nobody_gets_its_slot_later_than_told(rand: Path, rule: str, requests: i
         assert len(promises.steps) > requests // 3, "too few had to wait"
         assert all(real <= told for told, real in promises.steps)
         assert promises.scheduler.counts.postponed == 0
-
-
-@pytest.mark.parametrize("requests", [60, pytest.param(1000, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("mix", simulate.MIXES)
-def test_nobody_in_a_simulated_queue_waits_longer_than_told(mix: str, requests: int) -> None:
-    options = simulate.arguments(["--slots", "16", "--pool-rows", "4096", "--row-us", "2000", "--step-ms", "100"])
-    layout = KVLayout(1, 1, 64, options.max_context)
-    simulation = simulate.Simulation(options, "peak", layout, layout.committed(4096))
-    figures = simulation.run(simulate.mix_jobs(mix, requests, 7))
-    assert len(figures.told) > requests // 2, "too few had to wait"
-    assert figures.late == simulation.scheduler.counts.postponed == 0
-
-
-@pytest.mark.parametrize(("keeps_text", "steps"), [(True, 33), (False, 40)])
-def test_a_model_of_eviction_computes_the_text_again_or_makes_it_anew(keeps_text: bool, steps: int) -> None:
-    """Three pages of 16 rows, two of 10 + 20 tokens: both want row 17 in step 8, and the younger is evicted after 7 of
-    its tokens. The older ends in step 20; 13 steps or 20 are left."""
-    layout = KVLayout(1, 1, 64, 64)
-    model = simulate.Optimistic(simulate.arguments([]), layout, layout.committed(48), keeps_text)
-    figures = model.run(iter([simulate.Job(0.0, 10, 30, 20)] * 2))
-    assert (figures.steps, figures.evicted, figures.tokens, len(figures.queued)) == (steps, 1, 40, 2)
-
-
-def test_a_trace_is_simulated_at_its_own_times(tmp_path: Path) -> None:
-    trace = tmp_path / "trace.csv"
-    trace.write_text("arrival,prompt,max_tokens,output\n1.5,10,30,20\n100,10,30,30\n")
-    options = simulate.arguments(["--step-ms", "1000"])
-    layout = KVLayout(1, 1, 64, 64)
-    figures = simulate.Simulation(options, "peak", layout, layout.committed(64)).run(simulate.trace_jobs(str(trace)))
-    assert (figures.steps, figures.tokens, figures.time, list(figures.queued)) == (50, 50, 130.0, [0.0, 0.0])
-
-
-HEADING = "arrival,prompt,max_tokens,output\n"
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
-        (None, "line 1: [Errno 2] No such file"),
-        ("", "line 1: want the columns arrival, prompt, max_tokens, output"),
-        ("a,b\n1,2\n", "line 1: want the columns arrival, prompt, max_tokens, output"),
-        (HEADING, "line 1: no request"),
-        (HEADING + "0,10,5,5\n1,10\n", "line 3: invalid literal for int()"),
-        (HEADING + "nan,10,5,5\n", "line 2: arrival nan"),
-        (HEADING + "inf,10,5,5\n", "line 2: arrival inf"),
-        (HEADING + "5,10,5,5\n1,10,5,5\n", "line 3: arrival 1 is before 5"),
-        (HEADING + "0,0,5,5\n", "line 2: want a prompt of at least 1"),
-        (HEADING + "0,10,5,6\n", "line 2: want a prompt of at least 1 and an output of 1 to max_tokens"),
-    ],
-)
-def test_a_wrong_trace_is_one_line_with_its_number_and_exit_code_2(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str | None, said: str
-) -> None:
-    trace = tmp_path / "trace.csv"
-    if text is not None:
-        trace.write_text(text)
-    assert simulate.main(["--trace", str(trace)]) == 2
-    out, told = capsys.readouterr()
-    assert told.startswith(f"simulate: {trace}, {said}") and told.count("\n") == 1 and not out
-
-
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "--requests 0",
-        "--slots 0",
-        "--queue 0",
-        "--chunk 0",
-        "--pool-rows 1",
-        "--max-context 1",
-        "--step-ms nan",
-        "--mix",
-    ],
-)
-def test_a_simulation_that_could_not_end_is_wrong_usage(wrong: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        simulate.arguments(wrong.split())
-    assert ended.value.code == 2 and wrong.split()[0] in capsys.readouterr().err
-
-
-@pytest.mark.timeout(60)
-@pytest.mark.parametrize("rule", simulate.RULES)
-def test_what_can_never_fit_is_refused_as_a_server_would(
-    rule: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A context of 64 and a pool of 48 rows: 39 + 10 tokens need all of it, one more or a longer prompt never fits."""
-    trace = tmp_path / "trace.csv"
-    trace.write_text(HEADING + "0,39,10,10\n0,40,10,1\n0,999,5,2\n0,1,3,3\n")
-    flags = ["--trace", str(trace), "--rule", rule, "--pool-rows", "48", "--max-context", "64"]
-    assert simulate.main(flags) == 0
-    heading, figures = capsys.readouterr().out.splitlines()
-    assert figures[heading.index("refused") - 5 :].split()[0] == "2"
-    trace.write_text(HEADING + "0,999,5,2\n")
-    assert simulate.main(flags) == 0
 
 
 def test_a_request_can_be_asked_about_by_its_own_id_and_by_ours(narrow: Live) -> None:

@@ -121,13 +121,14 @@ def ends_with_shutdown(rand: Path, shutdown_timeout: int, second: int | None) ->
 
 
 def test_while_it_loads_connections_are_refused_and_sigterm_exits_0(rand: Path) -> None:
-    loading = "import time, tokenteller.server.planning as p\np.make_plan = lambda s: (print('loading', flush=True), time.sleep(60))"
+    slow_plan = (
+        "import sys, time, tokenteller.server.planning as planning\n"
+        "from tokenteller.server.__main__ import main\n"
+        "planning.make_plan = lambda s: (print('loading', flush=True), time.sleep(60))\n"
+    )
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    program = (
-        loading
-        + f"\nimport sys\nfrom tokenteller.server.__main__ import main\nsys.exit(main(['serve', '--port', '{port}']))"
-    )
+    program = f"{slow_plan}sys.exit(main(['serve', '--port', '{port}']))"
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as popen:
         assert popen.stdout is not None and popen.stdout.readline() == "loading\n"
         with pytest.raises(ConnectionRefusedError):

@@ -238,21 +238,6 @@ def size(count: int) -> str:
     return f"{value:.4g} {units[0]}"
 
 
-def available_memory() -> int:
-    """Bytes this process may still take: what the machine has available, or its cgroup if that is less."""
-    with open("/proc/meminfo") as meminfo:
-        fields = dict(line.split(":", 1) for line in meminfo)
-    available = int(fields["MemAvailable"].split()[0]) * 1024
-    try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as current:
-            ceiling = limit.read().strip()
-            if ceiling != "max":
-                available = min(available, int(ceiling) - int(current.read()))
-    except OSError:
-        pass  # no cgroup v2 here: the machine's own figure stands
-    return max(0, available)
-
-
 def can_page() -> bool:
     """Whether the pool can be one lazily filled mapping here: Linux with 4 KiB pages."""
     return os.path.exists("/proc/self/smaps") and hasattr(mmap, "MADV_DONTNEED") and mmap.PAGESIZE == PAGE_BYTES

@@ -15,7 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from tokenteller.model.kv_memory import PAGE_BYTES, KVLayout, available_memory, size
+from tokenteller.model.kv_memory import PAGE_BYTES, KVLayout, size
+from tokenteller.model.machine import available_memory
 
 _MAP_NORESERVE = 0x4000
 _MADV_NOHUGEPAGE = 15

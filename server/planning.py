@@ -8,7 +8,8 @@ from pydantic_settings import SettingsError
 
 from tokenteller.model.config import ModelConfig, Storage
 from tokenteller.model.formats.stored import stored_format
-from tokenteller.model.kv_memory import KVLayout, KVPlan, available_memory, can_page, in_mib, plan, size
+from tokenteller.model.kv_memory import KVLayout, KVPlan, can_page, in_mib, plan, size
+from tokenteller.model.machine import available_memory
 from tokenteller.server.settings import ModelSettings, PlanSettings
 
 

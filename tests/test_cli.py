@@ -21,7 +21,6 @@ from live import Live, process
 from tokenteller.server.__main__ import main
 from tokenteller.server.cli.listen import bind
 from tokenteller.server.cli.serve import serve
-from tokenteller.server.engine.runner import usable_cpus
 from tokenteller.server.settings import ServeSettings
 
 ROOT = Path(__file__).parent.parent
@@ -211,12 +210,3 @@ def test_an_output_that_takes_nothing_is_no_traceback(rand: Path, command: str, 
     result = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == code
     assert said in result.stderr and result.stderr.count("\n") == bool(said)
-
-
-@pytest.mark.parametrize(
-    ("quota", "cpus"), [("150000 100000", 1), ("100 100000", 1), ("max 100000", 3), ("900000 100000", 3)]
-)
-def test_threads_follow_affinity_and_the_cgroups_quota(quota: str, cpus: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.sched_getaffinity", lambda process: {0, 1, 2})
-    monkeypatch.setattr("pathlib.Path.read_text", lambda path: quota)
-    assert usable_cpus() == cpus

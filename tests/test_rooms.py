@@ -11,6 +11,7 @@ ROOT = Path(__file__).parent.parent
 TORCH_FREE = (
     "tokenteller.model.config",
     "tokenteller.model.kv_memory",
+    "tokenteller.model.machine",
     "tokenteller.server.settings",
     "tokenteller.server.planning",
     "tokenteller.server.errors",

@@ -18,6 +18,7 @@ from starlette.types import Lifespan
 from tokenteller.model.checkpoint import Checkpoint, Progress, give_back_memory, load
 from tokenteller.model.kv_memory import KVLayout, KVPlan
 from tokenteller.model.kv_pool import KVPool
+from tokenteller.model.machine import usable_cpus
 from tokenteller.model.sampler import LogitsError
 from tokenteller.server.api import generate, openai, operations, page
 from tokenteller.server.api.door import Door, Origins
@@ -28,7 +29,7 @@ from tokenteller.server.api.stream import Streams
 from tokenteller.server.engine.engine import Engine
 from tokenteller.server.engine.explain import Decisions
 from tokenteller.server.engine.ledger import SURE_ROWS, KVLedger
-from tokenteller.server.engine.runner import Runner, end_idle_threads, usable_cpus, use_threads
+from tokenteller.server.engine.runner import Runner, end_idle_threads, use_threads
 from tokenteller.server.engine.scheduler import Scheduler
 from tokenteller.server.engine.sequence import Event
 from tokenteller.server.errors import ApiError, MethodNotAllowed, NotFound, error_schema
@@ -50,7 +51,7 @@ def create_app(settings: ServeSettings) -> FastAPI:
     Raises ConfigError or CheckpointError for the model, PoolMemoryError and ValueError for the memory.
     """
     _, layout, plan = make_plan(settings)
-    threads = settings.threads or usable_cpus()
+    threads = settings.threads or usable_cpus().usable
     use_threads(threads)
     if not layout.rows_that_fit(plan.pool_bytes):
         raise ValueError("; ".join(plan.advice))

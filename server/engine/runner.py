@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import ctypes
-import os
 from collections.abc import Iterable
 from collections.abc import Sequence as Seq
 from contextlib import suppress
-from pathlib import Path
 
 import numba
 import torch
@@ -19,15 +17,6 @@ from tokenteller.model.kv_pool import KVPool
 from tokenteller.model.linear import padded
 from tokenteller.model.sampler import Draw, Rows, Sampled, SamplingParams, sample
 from tokenteller.server.engine.sequence import Copy, Release, Request, Sequence, Span, Step
-
-
-def usable_cpus() -> int:
-    """CPUs that this process may really use: its affinity, and its cgroup's quota, rounded down, at least 1."""
-    cpus = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    with suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        cpus = min(cpus, max(1, int(quota) // int(period)))  # 'max', for no quota, is no number
-    return cpus
 
 
 def use_threads(threads: int) -> None:

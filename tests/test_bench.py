@@ -1,4 +1,4 @@
-"""The bench: every part of a step is there once, and all that is promised is told. No timing is judged."""
+"""The bench reports every figure, and the parts of a step add up. No timing is judged."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ import pytest
 from checkpoints import tape
 
 from tokenteller.server.__main__ import main
-from tokenteller.server.bench import PARTS, bench_text
+from tokenteller.server.bench.report import PARTS, bench_text
 from tokenteller.server.settings import ServeSettings
 
 
-def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
+def bench(capsys: pytest.CaptureFixture[str], *arguments: str) -> Any:
     assert main(["bench", "--json", "--threads", "1", "--steps", "8", *arguments]) == 0
     return json.loads(capsys.readouterr().out)
 
 
 def test_the_profile_accounts_for_every_part_of_a_step(rand: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = told(capsys, "--model", str(rand), "--streams", "1,3", "--context", "40", "--profile")
+    report = bench(capsys, "--model", str(rand), "--streams", "1,3", "--context", "40", "--profile")
     cases = [(point["streams"], point["context"]) for point in report["points"]]
-    assert cases == [(1, 40), (3, 40), (3, 16), (3, 64)]  # and how it grows with context, as far as there is room
+    assert cases == [(1, 40), (3, 40), (3, 16), (3, 64)]  # growth with context, as far as the model goes
     for point in report["points"]:
         assert set(point["shares"]) == set(PARTS) and all(share > 0 for share in point["shares"].values())
         assert sum(point["shares"].values()) == pytest.approx(1)
@@ -41,8 +41,8 @@ def test_the_profile_accounts_for_every_part_of_a_step(rand: Path, capsys: pytes
     assert all(name.replace("_", " ") in text for name in PARTS) and len(text.splitlines()) == 3 + 4 + 3
 
 
-def test_without_profile_it_tells_the_speed_alone(rand: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = told(capsys, "--model", str(rand), "--streams", "2")
+def test_without_profile_only_the_speed_is_reported(rand: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = bench(capsys, "--model", str(rand), "--streams", "2")
     assert [set(point) for point in report["points"]] == [{"streams", "context", "step_s", "tokens_per_s"}]
     assert report["points"][0]["context"] == 256 - 8 - 16  # the model has no more
     assert len(bench_text(report).splitlines()) == 3 + 1 + 3
@@ -54,37 +54,40 @@ def test_what_cannot_be_measured_is_wrong_usage(wrong: list[str], capsys: pytest
     assert wrong[0] in capsys.readouterr().err
 
 
-def test_more_steps_than_the_context_has_is_told(rand: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_more_steps_than_the_context_has_are_refused(rand: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["bench", "--model", str(rand), "--steps", "250"]) == 1
     assert "context of 256" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
-    ("wrong", "said"),
+    ("wrong", "message"),
     [
-        (["--streams", "1,8", "--kv-memory", "64KiB"], "--streams 8: so many sequences of 16 + 24 tokens need 256 KiB"),
-        (["--streams", "64", "--prefill-chunk", "1"], "give more than --steps 8"),
+        (
+            ["--streams", "1,8", "--kv-memory", "64KiB"],
+            "--streams 8: 8 sequences of 16 + 24 tokens need 256 KiB of K/V, the pool has 64 KiB",
+        ),
+        (["--streams", "64", "--prefill-chunk", "1"], "before the last had begun: raise --steps 8"),
     ],
 )
-def test_what_cannot_decode_together_is_one_line(
-    rand: Path, wrong: list[str], said: str, capsys: pytest.CaptureFixture[str]
+def test_sequences_that_cannot_decode_together_are_refused_in_one_line(
+    rand: Path, wrong: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["bench", "--model", str(rand), "--steps", "8", "--context", "16", *wrong]) == 1
-    told = capsys.readouterr().err
-    assert said in told and told.count("\n") == 1
+    err = capsys.readouterr().err
+    assert message in err and err.count("\n") == 1
 
 
-def test_a_step_has_no_guesses_whatever_serve_is_set_to(
+def test_a_step_has_no_draft_tokens_whatever_serve_is_set_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENTELLER_SPECULATE", "8")
     monkeypatch.setattr("tokenteller.server.engine.scheduler.WORTH_GUESSING_S", 0.0)
     flags = ("--streams", "1", "--context", "16", "--temperature", "0")
-    report = told(capsys, "--model", str(tape(tmp_path, "a" * 64)), *flags)
+    report = bench(capsys, "--model", str(tape(tmp_path, "a" * 64)), *flags)
     assert report["points"][0]["tokens_per_s"] > 0
 
 
-def test_the_queue_takes_all_whatever_serve_is_set_to(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_queue_holds_every_stream_whatever_serve_is_set_to(monkeypatch: pytest.MonkeyPatch) -> None:
     def create_app(settings: ServeSettings) -> None:
         assert settings.slots == settings.queue_limit == 4096 and settings.queue_tokens >= 4096 * 5000
         raise MemoryError

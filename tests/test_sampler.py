@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from tokenteller.model import sampler
+from tokenteller.model import sampler, top_p
 from tokenteller.model.sampler import LOWEST_LOGPROB, Draw, LogitsError, Sampled, SamplingParams, logprobs, uniform
+from tokenteller.model.top_p import token_weights
 
 V = 40
 EDGE = 1e-9  # two roundings of one sum may differ by this: a cut or a draw nearer to its line may fall either way
@@ -166,6 +167,45 @@ def test_cuts_by_partition_equal_cuts_by_a_full_sort(vocab: int) -> None:
         )
         wanted, close = reference(logits, params, uniform(case, 0, 7), {})
         assert sample(logits, params, 0, 7).token_id == wanted or close
+
+
+def wide_row(rng: np.random.Generator) -> NDArray[Any]:
+    """A row of a large vocabulary: flat, peaked, with ties, with banned tokens, or already adjusted to float64."""
+    row = rng.normal(0, rng.choice([0.01, 0.3, 1, 3, 6]), int(rng.choice([8_192, 8_193, 32_000, 49_152])))
+    row = row.astype(rng.choice([np.float32, np.float64]))
+    if rng.random() < 0.3:
+        row = np.round(row, int(rng.integers(0, 3)))
+    if rng.random() < 0.2:
+        row[rng.random(len(row)) < rng.choice([0.1, 0.9, 0.999])] = -np.inf
+    row[int(rng.integers(len(row)))] = row.max() + 0.1
+    return row
+
+
+def test_top_p_on_a_wide_row_draws_the_token_that_sorting_draws() -> None:
+    rng = np.random.default_rng(4)
+    answered = 0
+    for seed in range(150):
+        row, u = wide_row(rng), uniform(seed, 0, 1)
+        params = SamplingParams(
+            temperature=float(rng.choice([0.1, 0.7, 1, 2, 50])), top_p=float(rng.choice([0.1, 0.5, 0.9, 0.95, 0.999]))
+        )
+        highest = float(row.max())
+        kept = sampler._kept(row, highest, params)
+        assert kept is not None
+        by_sorting = kept[sampler._inverted(token_weights(row[kept], highest, params.temperature), u)]
+        token_id = top_p.draw(row, highest, params.temperature, params.top_p, u)
+        assert token_id is None or token_id == by_sorting
+        answered += token_id is not None
+    assert answered > 120
+
+
+def test_top_p_has_no_answer_where_rounding_could_decide() -> None:
+    """Of 16,384 equal tokens, half the mass ends exactly between two of them."""
+    row = np.zeros(16_384, np.float32)
+    assert top_p.draw(row, 0.0, 1.0, 0.5, 0.3) is None
+    assert top_p.draw(row, 0.0, 1.0, 0.50001, 0.3) == int(0.3 * 8193)
+    assert top_p.draw(row, 0.0, 1.0, 0.50001, 0.0) is None, "the target lies at the very edge of the first token"
+    assert sample(row, SamplingParams(top_p=0.5), 0, 1).token_id < 8192
 
 
 DISTRIBUTIONS = [

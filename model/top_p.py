@@ -43,7 +43,9 @@ class _Nucleus:
         weights = self._weigh(row)
         total = float(weights.sum())
         self.target = top_p * total
-        self.sample = np.sort(row[::_STRIDE])[::-1]
+        sample = row[::_STRIDE].copy()
+        sample.sort()
+        self.sample = sample[::-1]
         sample_weights = self._weigh(self.sample)
         mass = np.cumsum(sample_weights)
         self.at, step = int(np.searchsorted(mass, top_p * mass[-1])) - _WINDOW // 2, _WINDOW
@@ -78,7 +80,9 @@ class _Nucleus:
             self.at += _WINDOW
             low = float(self.sample[self.at]) if self.at < len(self.sample) else -math.inf
             ids = np.flatnonzero((self.row <= self.high) & (self.row > low))
-            values = np.sort(self.row[ids])[::-1]
+            values = self.row[ids]
+            values.sort()
+            values = values[::-1]
             missing = self.target - float(self.by_block.sum())
             mass = np.cumsum(self._weigh(values))
             edge = int(np.searchsorted(mass, missing))

@@ -52,7 +52,7 @@ def load(
         raise weights.told(error) from error
     except ConfigError as error:
         raise CheckpointError(f"{path}: {error}") from error
-    give_back_memory()
+    give_back_heap()
     return Checkpoint(_name(model, path), config, decoder, tokenizer)
 
 

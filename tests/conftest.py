@@ -22,6 +22,8 @@ from checkpoints import random_llama
 from hypothesis import settings
 from live import Live, serve
 
+collect_ignore = ["example"]  # a project of its own: test_testing.py runs it
+
 settings.register_profile("no deadline", deadline=None)  # a busy machine is no failure
 settings.load_profile("no deadline")
 

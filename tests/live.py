@@ -7,7 +7,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,11 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-import uvicorn
 
-from tokenteller.server.api.app import create_app
 from tokenteller.server.api.service import Service
-from tokenteller.server.cli.serve import uvicorn_config
+from tokenteller.server.embedded import embedded
 from tokenteller.server.settings import ServeSettings
 
 
@@ -104,28 +101,15 @@ def serve(pace: float = 0.0, send_buffer: int = 0, **settings: Any) -> Iterator[
 
     pace: seconds that each step takes longer than it would. send_buffer: bytes a connection may hold in the kernel.
     """
-    chosen = ServeSettings(port=0, **{"threads": 1, **settings})  # the clients need the other core
-    app = create_app(chosen)
-    server = uvicorn.Server(uvicorn_config(app, chosen))
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        assert thread.is_alive(), "the server did not start"
-        time.sleep(0.01)
-    if pace:
-        runner = app.state.service.engine.runner
-        run = runner.run
-        runner.run = lambda step: (time.sleep(pace), run(step))[1]
-    listener = server.servers[0].sockets[0]
-    port = listener.getsockname()[1]
-    if send_buffer:
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
-    try:
-        yield Live(f"http://127.0.0.1:{port}", app.state.service)
-    finally:
-        app.state.service.streams.closing = True
-        server.should_exit = True
-        thread.join(timeout=20)
+    chosen = ServeSettings(**{"port": 0, "threads": 1, "shutdown_timeout": 0, **settings})  # the clients need a core
+    with embedded(chosen) as server:
+        if pace:
+            runner = server.service.engine.runner
+            run = runner.run
+            runner.run = lambda step: (time.sleep(pace), run(step))[1]
+        if send_buffer:
+            server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
+        yield Live(server.url, server.service)
 
 
 @dataclass

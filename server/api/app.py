@@ -131,7 +131,7 @@ def _streams(settings: ServeSettings, checkpoint: Checkpoint, engine: Engine, me
 
 
 def _warmed(runner: Runner, name: str) -> float:
-    """Makes the first tokens and tidies up after loading. Returns the seconds that a step of one row takes."""
+    """Makes the first tokens. Returns the seconds that a step of one row takes."""
     try:
         runner.warm_up()
     except LogitsError as error:
@@ -140,10 +140,14 @@ def _warmed(runner: Runner, name: str) -> float:
     runner.warm_up()  # once more, for its time
     one_row_s = time.monotonic() - began
     end_idle_threads()
+    return one_row_s
+
+
+def settle_process() -> None:
+    """Tidies up after loading, in a process that does nothing but serve: it changes what a host process shares."""
     gc.collect()
     give_back_memory()
     gc.freeze()  # the libraries' objects live for ever: a full collection over them would stop every stream
-    return one_row_s
 
 
 def _face(settings: ServeSettings, lifespan: Lifespan[FastAPI], metrics: Metrics) -> FastAPI:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
@@ -48,18 +46,8 @@ def _print_text(response: httpx.Response) -> None:
 @contextmanager
 def own_server(settings: ModelSettings) -> Iterator[str]:
     """The URL of a server with one slot, in a thread of this process, for as long as the block runs."""
-    import uvicorn
-
-    from tokenteller.server.api.app import create_app
+    from tokenteller.server.embedded import LOOPBACK, embedded
 
     chosen = settings.model_dump(include=set(ModelSettings.model_fields), exclude={"slots"})
-    server = uvicorn.Server(uvicorn.Config(create_app(ServeSettings(**chosen, slots=1)), port=0, log_level="warning"))
-    thread = threading.Thread(target=server.run)
-    thread.start()
-    while not server.started and thread.is_alive():
-        time.sleep(0.01)
-    try:
-        yield f"http://127.0.0.1:{server.servers[0].sockets[0].getsockname()[1]}"
-    finally:
-        server.should_exit = True
-        thread.join()
+    with embedded(ServeSettings(**chosen, slots=1).model_copy(update=LOOPBACK)) as server:
+        yield server.url

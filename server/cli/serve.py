@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import logging
-import math
 import os
 import resource
 import signal
 import socket
 import ssl
 import sys
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from pydantic_settings import CliApp, SettingsError
@@ -22,7 +20,6 @@ from tokenteller.server.planning import make_plan, plan_text
 from tokenteller.server.settings import ServeSettings
 
 if TYPE_CHECKING:
-    import uvicorn
     from fastapi import FastAPI
 
 log = logging.getLogger("tokenteller")
@@ -36,9 +33,11 @@ def run(arguments: list[str]) -> int:
     listeners = bind(settings.host, settings.port)
     plan = make_plan(settings)[2]
     announce(settings, plan_text(plan), "plan", {"pool_bytes": plan.pool_bytes, "weight_bytes": plan.weight_bytes})
-    from tokenteller.server.api.app import create_app
+    from tokenteller.server.api.app import create_app, settle_process
 
-    return serve(create_app(settings), settings, listeners)
+    app = create_app(settings)
+    settle_process()
+    return serve(app, settings, listeners)
 
 
 def _check_certificate(settings: ServeSettings) -> None:
@@ -68,65 +67,22 @@ def serve(app: FastAPI, settings: ServeSettings, listeners: list[socket.socket])
 
     Returns 0, or 1 if the engine failed. Raises ValueError if another process listens on the address by now.
     """
-    import uvicorn
+    from tokenteller.server.api.http_server import HttpServer
 
-    from tokenteller.server.api.life import Drain
+    def ready() -> None:
+        address = address_text(*listeners[0].getsockname()[:2])
+        url = f"{'https' if settings.ssl_certfile else 'http'}://{address}"
+        announce(settings, f"\ntokenteller is ready on {url}", "ready", {"url": url, "model": settings.model})
 
-    class Server(uvicorn.Server):
-        """uvicorn that stays open while it drains, to refuse what still comes."""
-
-        drain: Drain
-
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            self.drain = Drain(app.state.service.streams, settings.shutdown_timeout)
-            address = address_text(*listeners[0].getsockname()[:2])
-            url = f"{'https' if settings.ssl_certfile else 'http'}://{address}"
-            announce(settings, f"\ntokenteller is ready on {url}", "ready", {"url": url, "model": settings.model})
-
-        async def on_tick(self, counter: int) -> bool:
-            if await super().on_tick(counter):
-                return True
-            if not self.drain.tick():
-                return False
-            self.config.timeout_graceful_shutdown = math.ceil(self.drain.seconds_left) + 1  # to read what was sent
-            return True
-
-        def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-            if self.started:
-                self.drain.begin()
-            else:
-                sys.exit(0)
-
-    server = Server(uvicorn_config(app, settings))
+    server = HttpServer(app, settings, ready)
     _raise_file_limit()
     listen(listeners, server.config.backlog)
     server.run(listeners)
-    code = server.drain.exit_code if server.started else 1
+    code = server.drain.exit_code if server.drain else 1
     if server.started and app.state.service.engine.running:
         logging.shutdown()
         os._exit(code)  # the engine thread is stuck in native code, and would crash the interpreter's own exit
     return code
-
-
-def uvicorn_config(app: FastAPI, settings: ServeSettings) -> uvicorn.Config:
-    """How our HTTP server is set up."""
-    import uvicorn
-
-    from tokenteller.server.api.protocol import Protocol
-
-    return uvicorn.Config(
-        app,
-        host=settings.host,
-        port=settings.port,
-        log_config=None,
-        access_log=False,
-        server_header=False,
-        http=Protocol,
-        ws="none",
-        ssl_certfile=settings.ssl_certfile,
-        ssl_keyfile=settings.ssl_keyfile,
-    )
 
 
 def _raise_file_limit() -> None:

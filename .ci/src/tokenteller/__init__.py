@@ -1,1 +1,1 @@
-../../../server/public/__init__.py
+../../../server/package/__init__.py

@@ -1,0 +1,1 @@
+../../../server/package/pytest_plugin.py

@@ -1,0 +1,1 @@
+"""The package's top: `tokenteller.testing`, beside `tokenteller.model` and `tokenteller.server`."""

@@ -50,7 +50,7 @@ class Replica:
         scheduler = Replica.app.state.service.engine.scheduler
         ledger = scheduler.ledger
         waiting = sum(ledger.layout.committed(s.request.rows_max) for s in list(scheduler.waiting))
-        return {DEMAND: (ledger.peak_demand_bytes + waiting) / ledger.budget_bytes}
+        return {DEMAND: (scheduler.admission.peak_demand_bytes + waiting) / ledger.budget_bytes}
 
 
 def replicas_wanted(context: AutoscalingContext) -> tuple[int, dict[str, Any]]:

@@ -81,7 +81,7 @@ def test_a_step_has_no_draft_tokens_whatever_serve_is_set_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TOKENTELLER_SPECULATE", "8")
-    monkeypatch.setattr("tokenteller.server.engine.scheduler.WORTH_GUESSING_S", 0.0)
+    monkeypatch.setattr("tokenteller.server.engine.drafting.MIN_STEP_S", 0.0)
     flags = ("--streams", "1", "--context", "16", "--temperature", "0")
     report = bench(capsys, "--model", str(tape(tmp_path, "a" * 64)), *flags)
     assert report["points"][0]["tokens_per_s"] > 0

@@ -235,13 +235,13 @@ def books_of(scheduler: Scheduler) -> dict[str, Any]:
     return {
         "running": len(scheduler.running),
         "waiting": len(scheduler.waiting),
-        "known": len(scheduler._by_id),
-        "held": len(scheduler.held),
-        "timers": len(scheduler._timers),
-        "lent": ledger.lent_bytes,
+        "known": len(scheduler._live),
+        "held": sum(sequence.held for sequence in scheduler.running),
+        "timers": len(scheduler.deadlines),
+        "allocated": ledger.allocated_bytes,
         "free slots": ledger.free_slots,
-        "kept": sorted(ledger.resident) == sorted(scheduler.resident),
-        "booked": int(ledger.timetable.ahead(ledger.timetable.now, 4096).sum()),
+        "cached": sorted(ledger.cached) == sorted(scheduler.cache.ended),
+        "demand": int(scheduler.timeline.totals(scheduler.timeline.now, 4096).sum()),
     }
 
 
@@ -286,7 +286,7 @@ def test_every_way_out_gives_everything_back(rand: Path, count: int, capsys: pyt
         while (after := chaos.idle()) != before and time.monotonic() < end:
             time.sleep(0.1)  # the last slow readers are given up, the last connections close
         assert after == before
-        assert before["timers"] == before["lent"] == before["booked"] == before["held"] == 0
+        assert before["timers"] == before["allocated"] == before["demand"] == before["held"] == 0
         growth = resident_mib() - memory
 
     assert all(len(texts) == 1 for texts in chaos.texts.values()), "the same request got another answer"

@@ -25,7 +25,7 @@ from safetensors.torch import load_file, save_file
 from tokenteller.server.api import life
 from tokenteller.server.api.life import TICK_S, Watch
 from tokenteller.server.api.stream import Stream
-from tokenteller.server.engine.engine import Patience, Pulse
+from tokenteller.server.engine.heartbeat import Heartbeat
 
 SLOW_STEPS = """
 import time
@@ -252,29 +252,16 @@ def test_a_fault_in_the_text_of_one_stream_costs_the_others_nothing(own: Live, m
     own.wait_idle()
 
 
-def test_patience_follows_the_size_of_the_step_and_what_such_steps_took() -> None:
-    patience = Patience(one_row_s=0.4)  # a big model: one row takes 0.4 s
-    assert patience.of(1) == pytest.approx(4.0)
-    assert patience.of(40) == pytest.approx(4.0 * 2**5)  # not seen: as much a row as what was seen
-    patience.learn(40, 3.0)
-    assert patience.of(40) == pytest.approx(30.0)
-    assert patience.of(100) == pytest.approx(60.0)
-    for _ in range(100):
-        patience.learn(1, 0.4)
-    assert patience.of(40) == pytest.approx(30.0)  # many small steps make no large one suspect
-    assert Patience(one_row_s=0.001).of(64) == Patience.FLOOR_S
-
-
 def watched() -> tuple[Watch, Any, list[str]]:
     failed: list[str] = []
-    streams: Any = SimpleNamespace(engine=SimpleNamespace(pulse=None), stuck=None, fail_all=failed.append)
+    streams: Any = SimpleNamespace(engine=SimpleNamespace(heartbeat=None), stuck=None, fail_all=failed.append)
     return Watch(streams), streams, failed
 
 
 def test_a_process_that_was_stopped_for_long_finds_no_fault_at_waking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(life, "seconds_in_line", dict)
     watch, streams, failed = watched()
-    streams.engine.pulse = Pulse(1, 1.25)
+    streams.engine.heartbeat = Heartbeat(1, 1.25)
     watch.tick()
     monkeypatch.setattr(time, "monotonic", lambda: 1e9)  # an hour went by, but only one tick
     watch.tick()
@@ -288,7 +275,7 @@ def test_an_engine_that_stands_in_line_for_a_processor_is_not_stuck(monkeypatch:
     in_line = {"1": 7.0, "2": 0.0}
     monkeypatch.setattr(life, "seconds_in_line", lambda: dict(in_line))
     watch, streams, failed = watched()
-    streams.engine.pulse = Pulse(1, 1.25)
+    streams.engine.heartbeat = Heartbeat(1, 1.25)
     watch.tick()
     for _ in range(100):
         in_line["2"] += TICK_S  # all the time
@@ -308,6 +295,6 @@ def test_the_kernel_tells_how_long_threads_stand_in_line() -> None:
 def test_an_engine_that_waits_for_work_or_moves_on_is_never_stuck() -> None:
     watch, streams, failed = watched()
     for at in range(100):
-        streams.engine.pulse = None if at % 7 == 0 else Pulse(at // 4, 1.25)
+        streams.engine.heartbeat = None if at % 7 == 0 else Heartbeat(at // 4, 1.25)
         watch.tick()
     assert not failed

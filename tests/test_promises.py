@@ -16,6 +16,7 @@ import pytest
 from live import Live, serve
 
 from tokenteller.server.engine.sequence import Started
+from tokenteller.server.engine.waiting import latest_start_s
 
 PACE = 0.002  # seconds a step, so that what is to wait does wait on every machine
 COMMENT = re.compile(r": waiting position=(\d+) for=(\w+) latest_ms=(\d+|unknown)")
@@ -75,13 +76,13 @@ class Promises:
         self.seconds: list[tuple[float, float]] = []
         self._open: dict[str, tuple[float, int, int, float | None]] = {}
         submit, plan = scheduler.submit, scheduler.plan
-        table = scheduler.ledger.timetable
+        timeline = scheduler.timeline
 
         def booked(request: Any, now: float) -> None:
             submit(request, now)
             waits = scheduler.sequences(request.id)[0]
-            if waits.plan and waits.plan.begin > table.now:
-                self._open[request.id] = now, table.now, waits.plan.begin, scheduler.latest_s(waits)
+            if waits.reservation and waits.reservation.begin > timeline.now:
+                self._open[request.id] = now, timeline.now, waits.reservation.begin, latest_start_s(scheduler, waits)
 
         def started(now: float) -> Any:
             step = plan(now)
@@ -89,7 +90,7 @@ class Promises:
                 told = self._open.pop(event.request_id, None) if isinstance(event, Started) else None
                 if told:
                     came, clock, begin, latest_s = told
-                    self.steps.append((begin - clock, table.now - clock))
+                    self.steps.append((begin - clock, timeline.now - clock))
                     self.seconds.append((latest_s or 0.0, now - came))
             return step
 

@@ -6,7 +6,8 @@ from simulation.jobs import Job
 from simulation.loop import Figures, Machine
 
 from tokenteller.model.sampler import Sampled, SamplingParams
-from tokenteller.server.engine.ledger import KVLedger, Rule
+from tokenteller.server.engine.admission import Admission, Rule
+from tokenteller.server.engine.ledger import KVLedger
 from tokenteller.server.engine.scheduler import Scheduler
 from tokenteller.server.engine.sequence import Finished, Request, Started, Step
 
@@ -20,8 +21,8 @@ class RealScheduler:
 
     def __init__(self, machine: Machine, rule: Rule) -> None:
         self.machine = machine
-        ledger = KVLedger(machine.layout, machine.slots, machine.pool_bytes, rule, machine.chunk)
-        self.scheduler = Scheduler(ledger, machine.chunk)
+        ledger = KVLedger(machine.layout, machine.slots, machine.pool_bytes)
+        self.scheduler = Scheduler(Admission(ledger, rule, machine.chunk), machine.chunk)
         self.figures = Figures()
         self._ends: dict[str, int] = {}  # rows after which a request samples its end token; 0: max_tokens ends it
         self._waiting: dict[str, tuple[float, int, int]] = {}  # arrival in seconds; in steps arrival and latest start
@@ -37,9 +38,9 @@ class RealScheduler:
         serial = str(len(self.figures.queued) + len(self._waiting))
         self._ends[serial] = job.prompt + job.output - 1 if job.output < job.max_tokens else 0
         scheduler.submit(Request(serial, (0,) * job.prompt, job.max_tokens, GREEDY, END_IDS, cache_prefix=False), now)
-        plan = scheduler.waiting[-1].plan
-        clock = scheduler.ledger.timetable.now
-        self._waiting[serial] = (now, clock, plan.begin if plan else clock + KVLedger.HORIZON)
+        reservation = scheduler.waiting[-1].reservation
+        clock = scheduler.timeline.now
+        self._waiting[serial] = (now, clock, reservation.begin if reservation else clock + Admission.HORIZON)
 
     def step(self) -> None:
         figures, scheduler = self.figures, self.scheduler
@@ -57,13 +58,13 @@ class RealScheduler:
         figures.steps += bool(step.spans)
         figures.tokens += len(outcomes)
         figures.running += len(scheduler.running)
-        figures.held_bytes += scheduler.ledger.lent_bytes
-        figures.stalled = scheduler.counts.held_steps
+        figures.held_bytes += scheduler.ledger.allocated_bytes
+        figures.stalled = scheduler.counts.stalled_steps
 
     def _started(self, request_id: str) -> None:
         arrival, clock, latest = self._waiting.pop(request_id)
         self.figures.queued.append(self.figures.time - arrival)
-        waited = self.scheduler.ledger.timetable.now - clock
+        waited = self.scheduler.timeline.now - clock
         self.figures.late += waited > latest - clock
         if latest > clock:
             self.figures.wait_ratios.append(waited / (latest - clock))

@@ -26,9 +26,10 @@ from tokenteller.server.api.life import Watch, tell_stats
 from tokenteller.server.api.pool import Picture
 from tokenteller.server.api.service import Service, service_of
 from tokenteller.server.api.stream import Streams
+from tokenteller.server.engine.admission import SURE_ROWS, Admission
+from tokenteller.server.engine.decision_log import DecisionLog
 from tokenteller.server.engine.engine import Engine
-from tokenteller.server.engine.explain import Decisions
-from tokenteller.server.engine.ledger import SURE_ROWS, KVLedger
+from tokenteller.server.engine.ledger import KVLedger
 from tokenteller.server.engine.runner import Runner, end_idle_threads, use_threads
 from tokenteller.server.engine.scheduler import Scheduler
 from tokenteller.server.engine.sequence import Event
@@ -104,15 +105,16 @@ def _loaded(settings: ServeSettings, layout: KVLayout, plan: KVPlan, threads: in
 
 def _scheduler(settings: ServeSettings, layout: KVLayout, plan: KVPlan) -> Scheduler:
     sure_rows = min(SURE_ROWS, settings.prefill_chunk)
-    ledger = KVLedger(layout, plan.slots, plan.pool_bytes, settings.admission, sure_rows)
+    ledger = KVLedger(layout, plan.slots, plan.pool_bytes)
+    admission = Admission(ledger, settings.admission, sure_rows)
     return Scheduler(
-        ledger,
+        admission,
         settings.prefill_chunk,
         token_gap_s=settings.token_gap / 1000 if settings.token_gap else None,
         bypass_limit=settings.bypass_limit,
         hold_limit_s=settings.slow_reader_timeout,
-        decisions=Decisions(ledger) if settings.explain or settings.explain_json else None,
-        speculate=settings.speculate,
+        log=DecisionLog(ledger, admission.timeline) if settings.explain or settings.explain_json else None,
+        draft_tokens=settings.speculate,
     )
 
 

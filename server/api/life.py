@@ -10,7 +10,7 @@ from pathlib import Path
 
 from tokenteller.server.api.service import Service
 from tokenteller.server.api.stream import Streams
-from tokenteller.server.engine.engine import Pulse
+from tokenteller.server.engine.heartbeat import Heartbeat
 
 log = logging.getLogger("tokenteller")
 
@@ -35,7 +35,7 @@ class Watch:
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._seen: Pulse | None = None
+        self._seen: Heartbeat | None = None
         self._still_s = 0.0
         self._in_line: dict[str, float] = {}
 
@@ -46,7 +46,7 @@ class Watch:
 
     def tick(self) -> None:
         """One look. A verdict ends every stream; it is taken back when the engine goes on after all."""
-        streams, pulse = self._streams, self._streams.engine.pulse
+        streams, pulse = self._streams, self._streams.engine.heartbeat
         in_line = seconds_in_line()
         starved = max((waited - self._in_line.get(thread, 0.0) for thread, waited in in_line.items()), default=0.0)
         self._in_line = in_line
@@ -54,10 +54,10 @@ class Watch:
         if pulse is None or pulse != self._seen:
             self._still_s = 0.0
         self._seen = pulse
-        stuck = pulse is not None and self._still_s >= pulse.patience_s
+        stuck = pulse is not None and self._still_s >= pulse.deadline_s
         if stuck and pulse is not None and streams.stuck is None:
-            streams.stuck = f"the engine made no progress for {pulse.patience_s:.3g} s"
-            log.error("engine stuck", extra={"fields": {"round": pulse.round, "patience_s": pulse.patience_s}})
+            streams.stuck = f"the engine made no progress for {pulse.deadline_s:.3g} s"
+            log.error("engine stuck", extra={"fields": {"round": pulse.round, "patience_s": pulse.deadline_s}})
             streams.fail_all(streams.stuck)
         elif not stuck and streams.stuck is not None:
             log.warning("engine goes on", extra={"fields": {"stuck": streams.stuck}})

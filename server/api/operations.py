@@ -18,7 +18,7 @@ from tokenteller.server.api.pool import Picture
 from tokenteller.server.api.service import Service, service_of
 from tokenteller.server.engine.runner import Runner
 from tokenteller.server.engine.scheduler import Scheduler
-from tokenteller.server.engine.why import request_state
+from tokenteller.server.engine.waiting import request_state
 from tokenteller.server.errors import NotFound, Unavailable
 from tokenteller.server.metrics import WAITING_FOR, Levels
 
@@ -61,19 +61,19 @@ def _slots(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
     rows = []
     for slot in range(ledger.slots):
         row = {"slot": slot, "state": "free", "request_id": None, "rows": 0, "rows_max": 0, "bytes": 0}
-        if account := ledger.accounts.get(slot):
-            row |= {"state": "running", "request_id": account.owner, "rows": account.rows}
-            row |= {"rows_max": account.rows_max, "bytes": layout.committed(account.rows)}
-        elif kept := ledger.resident.get(slot):
-            row |= {"state": "resident", "rows": kept, "rows_max": kept, "bytes": layout.committed(kept)}
+        if allocation := ledger.allocations.get(slot):
+            row |= {"state": "running", "request_id": allocation.owner, "rows": allocation.rows}
+            row |= {"rows_max": allocation.rows_max, "bytes": layout.committed(allocation.rows)}
+        elif cached := ledger.cached.get(slot):
+            row |= {"state": "resident", "rows": cached, "rows_max": cached, "bytes": layout.committed(cached)}
         rows.append(row)
     pool = {
         "budget_bytes": ledger.budget_bytes,
         "committed_bytes": ledger.committed_bytes,
-        "lent_bytes": ledger.lent_bytes,
+        "lent_bytes": ledger.allocated_bytes,
         "resident_bytes": runner.pool.resident_bytes(),
         "bytes_per_token": layout.bytes_per_token,
-        "peak_demand_bytes": ledger.peak_demand_bytes,
+        "peak_demand_bytes": scheduler.admission.peak_demand_bytes,
     }
     return {"pool": pool, "slots": rows, "waiting": len(scheduler.waiting)}
 
@@ -111,28 +111,28 @@ def levels(service: Service, loop: asyncio.AbstractEventLoop) -> Levels:
     scheduler, streams = service.engine.scheduler, service.streams
     ledger = scheduler.ledger
     running, waiting = list(scheduler.running), len(scheduler.waiting)
-    rows = [account.rows for account in list(ledger.accounts.values())] + list(ledger.resident.values())
+    rows = [one.rows for one in list(ledger.allocations.values())] + list(ledger.cached.values())
     reason = service.engine.status.blocked_by or "slot"
     return Levels(
         running=len(running),
         waiting={kind: waiting if kind == reason else 0 for kind in WAITING_FOR},
         held=sum(sequence.held for sequence in running),
         slots={
-            "free": ledger.free_slots - len(ledger.resident),
-            "running": len(ledger.accounts),
-            "resident": len(ledger.resident),
+            "free": ledger.free_slots - len(ledger.cached),
+            "running": len(ledger.allocations),
+            "resident": len(ledger.cached),
         },
         budget_bytes=ledger.budget_bytes,
         committed_bytes=ledger.committed_bytes,
         formula_bytes=sum(map(ledger.layout.kv_bytes, rows)),
         kernel_bytes=service.engine.runner.pool.resident_bytes(),
-        kept_bytes=ledger.kept_bytes,
-        peak_demand_bytes=ledger.peak_demand_bytes,
+        kept_bytes=ledger.cached_bytes,
+        peak_demand_bytes=scheduler.admission.peak_demand_bytes,
         healthy=streams.sick() is None,
         draining=streams.drain_until is not None,
         tasks=len(asyncio.all_tasks(loop)),
         log_lines_dropped=logs.dropped(),
-        guessed=scheduler.counts.guessed,
+        guessed=scheduler.counts.drafted,
         accepted=scheduler.counts.accepted,
     )
 

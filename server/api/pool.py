@@ -15,9 +15,10 @@ from numpy.typing import NDArray
 
 from tokenteller.server.api import sse
 from tokenteller.server.api.service import Service
-from tokenteller.server.engine.ledger import BYTES
+from tokenteller.server.engine.demand import BYTES
 from tokenteller.server.engine.runner import Runner
 from tokenteller.server.engine.scheduler import Scheduler
+from tokenteller.server.engine.waiting import latest_start_s, seconds_until
 from tokenteller.server.errors import Unavailable
 from tokenteller.server.metrics import PER_TOKEN, Metrics
 
@@ -90,13 +91,13 @@ class Picture:
 
 def snapshot(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
     """Who holds what, who waits, and what is still to come. On the engine's thread, between two steps."""
-    ledger, layout, table = scheduler.ledger, scheduler.ledger.layout, scheduler.ledger.timetable
-    kept = ledger.kept_bytes
+    ledger, layout, timeline = scheduler.ledger, scheduler.ledger.layout, scheduler.timeline
+    kept = ledger.cached_bytes
     held = ledger.committed_bytes - kept
-    demand = ledger.demand()
-    last = max([table.now + len(demand), *(s.plan.end + 1 for s in scheduler.waiting if s.plan)])
-    steps = min(last - table.now, 8 * max(len(demand), 64))
-    together = table.ahead(table.now, steps)[BYTES]
+    demand = scheduler.admission.running_demand()
+    last = max([timeline.now + len(demand), *(s.reservation.end + 1 for s in scheduler.waiting if s.reservation)])
+    steps = min(last - timeline.now, 8 * max(len(demand), 64))
+    together = timeline.totals(timeline.now, steps)[BYTES]
     binds = "kv_bytes" if ledger.free_slots else "slot"
     shown = scheduler.waiting[:WAITING_SHOWN]
     return {
@@ -108,20 +109,20 @@ def snapshot(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
         },
         "slots": ledger.slots,
         "running": [[s.slot, s.computed, s.request.rows_max, s.request.id, s.index, s.held] for s in scheduler.running],
-        "resident": [[slot, rows] for slot, rows in ledger.resident.items()],
+        "resident": [[slot, rows] for slot, rows in ledger.cached.items()],
         "waiting": [
             {
                 "id": s.request.id,
                 "index": s.index,
                 "bytes": layout.committed(s.request.rows_max),
                 "for": binds,
-                "latest_s": scheduler.latest_s(s),
+                "latest_s": latest_start_s(scheduler, s),
             }
             for s in shown
         ],
         "more_waiting": len(scheduler.waiting) - len(shown),
         "demand": {
-            "seconds": scheduler.seconds_until(table.now + steps),
+            "seconds": seconds_until(scheduler, timeline.now + steps),
             "running": thinned(demand, steps),
             "all": thinned(together, steps),
         },

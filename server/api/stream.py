@@ -18,7 +18,7 @@ from tokenteller.model.tokenizer import Tokenizer
 from tokenteller.server import logs, tracing
 from tokenteller.server.engine.engine import Engine
 from tokenteller.server.engine.sequence import Event, Failed, Finished, Request, Reused, Started, Token
-from tokenteller.server.engine.why import progress
+from tokenteller.server.engine.waiting import progress
 from tokenteller.server.errors import (
     ApiError,
     BadGrammar,

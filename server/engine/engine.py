@@ -1,4 +1,4 @@
-"""The engine thread: drains its inbox, plans, runs, commits, hands events over once per step."""
+"""The engine thread: drains its inbox, plans, runs, commits, and delivers the events once per step."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TypeVar
 
+from tokenteller.server.engine.heartbeat import Heartbeat, StepDeadline
 from tokenteller.server.engine.runner import Runner, use_threads
 from tokenteller.server.engine.scheduler import Scheduler
 from tokenteller.server.engine.sequence import Event, Request
+from tokenteller.server.engine.waiting import next_start_s
 from tokenteller.server.metrics import Metrics
 
 log = logging.getLogger("tokenteller.engine")
@@ -23,53 +25,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Status:
-    """The engine's own words after its last step; replaced whole, so any thread may read it."""
+    """The engine's state after its last step; replaced whole, so any thread may read it."""
 
     running: int = 0
     waiting: int = 0
     free_slots: int = 0
     blocked_by: str | None = None  # what keeps the head of the queue out
-    step_seconds: float = 0.0  # what a step like the last one costs
-    next_start_s: float = 0.0  # when the next one waiting has its slot, at the latest
-
-
-@dataclass(frozen=True, slots=True)
-class Pulse:
-    """The round the engine is in, and the seconds it may take before it counts as stuck."""
-
-    round: int
-    patience_s: float
-
-
-class Patience:
-    """How long a step may take: ten times the slowest of its size lately, and never less than FLOOR_S.
-
-    A step that is long because a big model computes is no hang, so the bound is learned, by powers of two of the
-    step's rows. A size not seen yet is taken to cost as much per row as the next smaller one that was.
-    """
-
-    FLOOR_S = 1.25
-    FACTOR = 10.0
-
-    def __init__(self, one_row_s: float) -> None:
-        self._slowest = {1: one_row_s}  # by bit length of the rows
-
-    def of(self, rows: int) -> float:
-        """Seconds that a step of `rows` rows may take."""
-        size = rows.bit_length()
-        known = max((at for at in self._slowest if at <= size), default=1)
-        return max(self.FLOOR_S, self.FACTOR * self._slowest[known] * 2 ** max(0, size - known))
-
-    def learn(self, rows: int, seconds: float) -> None:
-        """A step took `seconds`; what was slow once is forgotten after some tens of steps of that size."""
-        size = rows.bit_length()
-        self._slowest[size] = max(seconds, 0.95 * self._slowest.get(size, 0.0))
+    step_seconds: float = 0.0  # estimate for a step like the last one
+    next_start_s: float = 0.0  # until the next waiting sequence starts, at the latest
 
 
 class Engine:
     """Runs the scheduler and the runner on a thread of its own.
 
-    `deliver` is called there with the events of each step, `ended` once with the reason why no more will come.
+    `deliver` is called there with the events of each step, and `ended` once, with the reason why no more will come.
     """
 
     def __init__(
@@ -82,16 +51,16 @@ class Engine:
         metrics: Metrics | None = None,
     ) -> None:
         self.scheduler = scheduler
-        scheduler.cost.observe(1, one_row_s)  # so that the first request, too, is told a time
+        scheduler.cost.observe(1, one_row_s)  # so that the first request has an estimate too
         self.runner = runner
         self.deliver = deliver
         self.ended = ended
         self.metrics = metrics or Metrics()
         self.status = Status(free_slots=scheduler.ledger.free_slots)
         self.failure: BaseException | None = None
-        self.pulse: Pulse | None = None  # None while it waits for work; replaced whole, so any thread may read it
+        self.heartbeat: Heartbeat | None = None  # None while it waits for work; any thread may read it
         self._round = 0
-        self._patience = Patience(one_row_s)
+        self._deadline = StepDeadline(one_row_s)
         self._inbox: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._stopping = False
         self._thread = threading.Thread(target=self._guarded, name="engine", daemon=True)
@@ -100,7 +69,7 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the step it is in; what still runs is failed. Does not wait long for a stuck one."""
+        """Ends the thread after its current step; what still runs has failed. Waits at most 2 s, as it may be stuck."""
 
         def stop() -> None:
             self._stopping = True
@@ -110,7 +79,7 @@ class Engine:
 
     @property
     def running(self) -> bool:
-        """Whether its thread still exists."""
+        """Whether its thread exists."""
         return self._thread.is_alive()
 
     @property
@@ -135,12 +104,12 @@ class Engine:
         self._inbox.put(lambda: self.scheduler.hold(request_id, held))
 
     def ask(self, question: Callable[[Scheduler, Runner], T]) -> Future[T]:
-        """Answers a question about the engine's state between two steps, on its own thread, with all pages settled."""
+        """Answers a question about the engine's state, between two steps on its own thread, with no move pending."""
         answer: Future[T] = Future()
 
         def put() -> None:
             if not answer.set_running_or_notify_cancel():
-                return  # nobody waits for it any more
+                return  # the caller has given up
             self.runner.move(self.scheduler.take_moves())
             try:
                 answer.set_result(question(self.scheduler, self.runner))
@@ -167,7 +136,7 @@ class Engine:
             if self._stopping:
                 return
             step = self.scheduler.plan(time.monotonic())
-            self._beat(self._patience.of(step.rows))
+            self._beat(self._deadline.of(step.rows))
             self._post(step.events)
             began = time.monotonic()
             outcomes = self.runner.run(step)
@@ -175,18 +144,18 @@ class Engine:
             idle = not step.spans
             seconds = time.monotonic() - began
             if not idle:
-                self._patience.learn(step.rows, seconds)
+                self._deadline.learn(step.rows, seconds)
                 self.metrics.step(step.rows, seconds)
             self._publish(step.rows)
 
     def _drain(self, block: bool) -> None:
-        """Carries out all that has arrived; when there is nothing to compute, waits for the first or for an expiry."""
+        """Carries out what has arrived. With nothing to compute, waits for the first arrival or the next expiry."""
         if block:
-            self.pulse = None
+            self.heartbeat = None
             expiry = self.scheduler.next_expiry()
             with suppress(queue.Empty):
                 first = self._inbox.get(timeout=None if expiry is None else max(0.0, expiry - time.monotonic()))
-                self._beat(self._patience.FLOOR_S)
+                self._beat(self._deadline.FLOOR_S)
                 first()
         while True:
             try:
@@ -194,9 +163,9 @@ class Engine:
             except queue.Empty:
                 return
 
-    def _beat(self, patience_s: float) -> None:
+    def _beat(self, deadline_s: float) -> None:
         self._round += 1
-        self.pulse = Pulse(self._round, patience_s)
+        self.heartbeat = Heartbeat(self._round, deadline_s)
 
     def _post(self, events: Iterable[Event]) -> None:
         events = list(events)
@@ -211,5 +180,5 @@ class Engine:
             free_slots=scheduler.ledger.free_slots,
             blocked_by=("kv_bytes" if scheduler.ledger.free_slots else "slot") if scheduler.waiting else None,
             step_seconds=scheduler.cost.predict(rows),
-            next_start_s=scheduler.next_start_s(),
+            next_start_s=next_start_s(scheduler),
         )

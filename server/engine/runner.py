@@ -80,11 +80,11 @@ class Runner:
         for span in step.spans:
             assert span.sequence.slot is not None
             tokens += span.sequence.tokens[span.start : span.stop]
-            tokens += span.guesses
+            tokens += span.draft
             slots += [span.sequence.slot] * (span.stop - span.start)
             positions += range(span.start, span.stop)
             if span.samples:
-                sample_rows += range(len(tokens) - 1 - len(span.guesses), len(tokens))
+                sample_rows += range(len(tokens) - 1 - len(span.draft), len(tokens))
         tokens += [0] * (padded(len(tokens), self.safe_rows) - len(tokens))
         sample_rows += [0] * (padded(len(sample_rows), self.safe_rows) - len(sample_rows))
         return Batch(*(torch.tensor(part, dtype=torch.int64) for part in (tokens, slots, positions, sample_rows)))
@@ -92,7 +92,7 @@ class Runner:
 
 def _sample(logits: Rows, spans: list[Span]) -> list[Sampled | Exception]:
     """The next token of each span, and that after each of its guesses, from logits [S, vocab]; padding may follow."""
-    draws = [(span.sequence, span.guesses[:at]) for span in spans for at in range(len(span.guesses) + 1)]
+    draws = [(span.sequence, span.draft[:at]) for span in spans for at in range(len(span.draft) + 1)]
     outcomes = sample(logits, [_draw(sequence, guesses) for sequence, guesses in draws])
     for (sequence, _), outcome in zip(draws, outcomes, strict=True):
         matcher = sequence.matcher

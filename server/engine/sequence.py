@@ -10,15 +10,16 @@ from typing import Literal
 from tokenteller.model.grammar import Grammar, Matcher
 from tokenteller.model.kv_memory import rows_max
 from tokenteller.model.sampler import Logprobs, SamplingParams
-from tokenteller.server.engine.guess import Guesser
-from tokenteller.server.engine.ledger import Account, Plan
+from tokenteller.server.engine.demand import Demand
+from tokenteller.server.engine.ledger import Allocation
+from tokenteller.server.engine.prompt_lookup import PromptLookup
 
 NEVER = sys.maxsize  # a step that does not come
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What the client asked, already in tokens."""
+    """What the client asked for, tokenised."""
 
     id: str
     prompt: tuple[int, ...]
@@ -27,21 +28,21 @@ class Request:
     stop_ids: frozenset[int] = frozenset()
     n: int = 1
     priority: int = 0  # lower goes first
-    deadline: float | None = None  # both in seconds of the engine's clock: when it must have ended,
-    start_by: float | None = None  # and when it must have got its first slot
+    deadline: float | None = None  # seconds of the engine's clock: it must have ended by then,
+    start_by: float | None = None  # and have its first slot by then
     cache_prefix: bool = True
     cache_salt: str = ""
     grammar: Grammar | None = None
 
     @property
     def rows_max(self) -> int:
-        """Rows that one choice can ever need."""
+        """The most rows one choice can need."""
         return rows_max(len(self.prompt), self.max_tokens)
 
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One choice of a request while it runs. There are no phases: `computed` catches up with `len(tokens)`.
+    """One choice of a request. It has no phases: `computed` catches up with `len(tokens)`.
 
     tokens    [ prompt ........ | generated .... ]
     rows      [ computed, K/V in the pool | to do ]
@@ -50,25 +51,27 @@ class Sequence:
     request: Request
     index: int = 0
     tokens: list[int] = field(init=False)
+    max_length: int = field(init=False)  # of prompt and output, in tokens
     computed: int = 0
     slot: int | None = None
-    account: Account | None = None  # what the ledger lends it, while it runs
-    paced: int = NEVER  # the step from which on it decodes a row each step, as planned
-    longest: int = field(init=False)  # tokens that it ends with at the latest
+    matcher: Matcher | None = field(init=False)  # its position in the grammar
+    prompt_lookup: PromptLookup | None = None
+    # while it waits
+    order: tuple[float, int] = (0.0, 0)  # its place in the queue
+    reservation: Demand | None = None
+    bypassed: int = 0  # how many later ones were let in before it
+    tried: int = -1  # the queue's `released` count when it last did not fit
+    # while it runs
+    allocation: Allocation | None = None
+    decodes_from: int = NEVER  # the step from which on its demand has it decode a row at each step
     held: bool = False  # its reader has fallen behind
-    plan: Plan | None = None  # while it waits: what was booked for it
-    order: tuple[float, int] = (0.0, 0)  # its place among those that wait
-    tried: int = -1  # what had come free when it was last tried in vain
-    passed: int = 0  # how many from behind have been let in before it
-    source: Sequence | None = None  # who computes `shared` rows of its prompt just now
+    source: Sequence | None = None  # the sequence now computing the first `shared` rows of its prompt
     shared: int = 0
-    cached: int = 0  # rows that it did not have to compute
-    matcher: Matcher | None = field(init=False)  # where it stands in its grammar
-    guesser: Guesser | None = None
+    cached: int = 0  # rows it did not have to compute
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.prompt)
-        self.longest = len(self.tokens) + self.request.max_tokens
+        self.max_length = len(self.tokens) + self.request.max_tokens
         self.matcher = self.request.grammar.start() if self.request.grammar else None
 
     @property
@@ -78,22 +81,22 @@ class Sequence:
 
 @dataclass(slots=True)
 class Span:
-    """Positions start..stop-1 of one sequence, to be computed now; at the last of them stand `guesses`, if any."""
+    """Positions start..stop-1 of one sequence, to compute now; the last of them hold its draft tokens, if any."""
 
     sequence: Sequence
     start: int
     stop: int
-    guesses: Seq[int] = ()
+    draft: Seq[int] = ()
 
     @property
     def samples(self) -> bool:
-        """Whether the span reaches the end of what is known, so that a token comes out of it, and of each guess."""
+        """Whether the span reaches the last known token, so that one token is sampled, and one more per draft token."""
         return self.stop >= len(self.sequence.tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """A sequence got its slot; `cached_tokens` of its prompt need not be computed."""
+    """A sequence has its slot; `cached_tokens` of its prompt need not be computed."""
 
     request_id: str
     index: int
@@ -101,13 +104,11 @@ class Started:
     held_bytes: int
     max_bytes: int
     cached_tokens: int = 0
-    first_token_s: float = 0.0  # what it will take until its first token, as it seems
+    first_token_s: float = 0.0  # estimate of the time to its first token
 
 
-@dataclass(slots=True)  # not frozen: there are thousands a second, and freezing makes them twice as slow
+@dataclass(slots=True)  # not frozen: that would double the cost of what is made thousands of times a second
 class Token:
-    """One generated token."""
-
     request_id: str
     index: int
     token_id: int
@@ -116,7 +117,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A sequence ended as it should: 'stop', 'length' or 'deadline'."""
+    """A sequence ended normally: 'stop', 'length' or 'deadline'."""
 
     request_id: str
     index: int
@@ -128,7 +129,7 @@ Blame = Literal["server", "request"]
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """A sequence ended by a fault of the server or the model, or, with `blame` on the request, of its grammar."""
+    """A sequence ended by an error: of server or model, or, with `blame` on the request, of its grammar."""
 
     request_id: str
     index: int
@@ -150,7 +151,7 @@ Event = Started | Token | Finished | Failed | Reused
 
 @dataclass(frozen=True, slots=True)
 class Release:
-    """Hand back the pages of a slot, but for those of its first `keep` rows."""
+    """Release the pages of a slot, except those of its first `keep` rows."""
 
     slot: int
     keep: int = 0
@@ -158,7 +159,7 @@ class Release:
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """Copy the first `rows` rows of one slot to another."""
+    """Copy the first `rows` rows of a slot to another."""
 
     source: int
     target: int
@@ -167,7 +168,7 @@ class Copy:
 
 @dataclass(slots=True)
 class Step:
-    """What to do now: first the moves in the pool, one after another, then compute all spans at once."""
+    """What to do now: the moves in the pool, in order; then all spans in one forward pass."""
 
     moves: tuple[Release | Copy, ...]
     spans: tuple[Span, ...]

@@ -1,4 +1,4 @@
-"""Guesses: what is looked up, when it pays, and that a server which guesses says the same as one that does not."""
+"""Draft tokens: what is looked up, when it pays, and that a server which drafts says the same as one that does not."""
 
 from __future__ import annotations
 
@@ -15,61 +15,61 @@ from hypothesis import given
 from hypothesis import strategies as st
 from live import joined, serve
 
-from tokenteller.server.engine.guess import LONGEST, PLACES, REST, SHORTEST, Guesser
+from tokenteller.server.engine.prompt_lookup import CANDIDATES, MAX_MATCH, MAX_PAUSE, MIN_MATCH, PromptLookup
 
 
-def likeness(tokens: list[int], place: int) -> int:
-    """How many tokens up to `place` the end has in common with it."""
+def match_length(tokens: list[int], place: int) -> int:
+    """How many tokens up to `place` agree with the end of the text."""
     end, same = len(tokens) - 1, 0
-    while same <= place and same < LONGEST and tokens[place - same] == tokens[end - same]:
+    while same <= place and same < MAX_MATCH and tokens[place - same] == tokens[end - same]:
         same += 1
     return same
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=60), st.integers(1, 9))
-def test_a_guess_is_what_came_after_the_latest_of_the_places_most_like_the_end(tokens: list[int], most: int) -> None:
-    alike = [place for place in range(len(tokens) - 1) if likeness(tokens, place) >= SHORTEST][-PLACES:]
-    guesses = Guesser().guess(tokens, 0.0, most)
-    if not alike:
-        assert guesses == []
+def test_a_draft_continues_the_latest_of_the_longest_matches(tokens: list[int], most: int) -> None:
+    matches = [place for place in range(len(tokens) - 1) if match_length(tokens, place) >= MIN_MATCH][-CANDIDATES:]
+    draft = PromptLookup().draft(tokens, 0.0, most)
+    if not matches:
+        assert draft == []
         return
-    best = max(alike, key=lambda place: (likeness(tokens, place), place))
+    best = max(matches, key=lambda place: (match_length(tokens, place), place))
     after = tokens.copy()
     while len(after) < len(tokens) + most:
         after.append(after[best + 1 + len(after) - len(tokens)])
-    assert guesses == after[len(tokens) :]
+    assert draft == after[len(tokens) :]
 
 
 @given(st.lists(st.integers(0, 2), min_size=2, max_size=60), st.data())
-def test_a_text_that_grows_is_looked_up_as_one_that_is_there_at_once(tokens: list[int], data: st.DataObject) -> None:
-    growing, length = Guesser(), 0
+def test_a_growing_text_drafts_as_a_whole_one_does(tokens: list[int], data: st.DataObject) -> None:
+    growing, length = PromptLookup(), 0
     while length < len(tokens):
         length = data.draw(st.integers(length + 1, len(tokens)))
-        assert growing.guess(tokens[:length], 0.0, 4) == Guesser().guess(tokens[:length], 0.0, 4)
+        assert growing.draft(tokens[:length], 0.0, 4) == PromptLookup().draft(tokens[:length], 0.0, 4)
 
 
-def test_as_many_are_guessed_as_are_worth_their_rows() -> None:
+def test_a_draft_is_as_long_as_its_rows_are_worth() -> None:
     text, lengths = [1, 2, 3] * 5, {}
     for price in (0.0, 0.1, 0.2, 0.4, 0.6):
-        guesser = Guesser()
-        guesser.learn(3, 1)  # 3.9 of 5.35, so 0.73; 0.53, 0.39, 0.28, 0.21, 0.15, 0.11, 0.08
-        lengths[price] = len(guesser.guess(text, price, 9))
+        lookup = PromptLookup()
+        lookup.learn(3, 1)  # 3.9 of 5.35, so 0.73; 0.53, 0.39, 0.28, 0.21, 0.15, 0.11, 0.08
+        lengths[price] = len(lookup.draft(text, price, 9))
     assert lengths == {0.0: 9, 0.1: 7, 0.2: 5, 0.4: 2, 0.6: 1}
 
 
-def test_guesses_that_are_wrong_become_rare_and_those_that_are_right_come_at_once_again() -> None:
-    guesser, text = Guesser(), [1, 2, 3] * 5
+def test_wrong_drafts_become_rare_and_a_right_one_brings_them_back() -> None:
+    lookup, text = PromptLookup(), [1, 2, 3] * 5
     tries = []
     for step in range(400):
-        if guesser.guess(text, 0.3, 8):
+        if lookup.draft(text, 0.3, 8):
             tries.append(step)
-            guesser.learn(0, 1)
+            lookup.learn(0, 1)
     gaps = [after - before for before, after in pairwise(tries)]
-    assert gaps[:2] == [1, 1] and gaps[-1] == REST + 1 and gaps == sorted(gaps)
-    while not guesser.guess(text, 0.3, 8):
+    assert gaps[:2] == [1, 1] and gaps[-1] == MAX_PAUSE + 1 and gaps == sorted(gaps)
+    while not lookup.draft(text, 0.3, 8):
         pass
-    guesser.learn(1, 0)
-    assert guesser.guess(text, 0.3, 8)
+    lookup.learn(1, 0)
+    assert lookup.draft(text, 0.3, 8)
 
 
 def wanted() -> list[dict[str, Any]]:
@@ -102,21 +102,21 @@ def wanted() -> list[dict[str, Any]]:
 
 @pytest.fixture
 def daring(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Guesses are made whether they pay or not, so that no test depends on what a step costs here."""
-    monkeypatch.setattr("tokenteller.server.engine.scheduler.MARGIN", 0.0)
-    monkeypatch.setattr("tokenteller.server.engine.scheduler.WORTH_GUESSING_S", 0.0)
+    """Drafts whether it pays or not, so that no test depends on the speed of this machine."""
+    monkeypatch.setattr("tokenteller.server.engine.drafting.MARGIN", 0.0)
+    monkeypatch.setattr("tokenteller.server.engine.drafting.MIN_STEP_S", 0.0)
 
 
 @pytest.mark.usefixtures("daring")
-def test_what_a_server_says_is_the_same_whether_it_guesses_or_not() -> None:
+def test_a_server_says_the_same_whether_it_drafts_or_not() -> None:
     bodies = wanted()
     with serve(slots=16, speculate=0) as live:
         plain = [live.generate(**body) for body in bodies]
-        assert not live.service.engine.scheduler.counts.guessed
+        assert not live.service.engine.scheduler.counts.drafted
     with serve(slots=16, speculate=8) as live:
         counts = live.service.engine.scheduler.counts
         alone = [live.generate(**body) for body in bodies]
-        assert counts.guessed >= counts.accepted > 500, "too few to tell"
+        assert counts.drafted >= counts.accepted > 500, "too few to tell"
         before = counts.accepted
         with ThreadPoolExecutor(16) as threads:
             together = list(threads.map(lambda body: live.generate(**body), bodies))
@@ -140,7 +140,7 @@ def test_what_a_server_says_is_the_same_whether_it_guesses_or_not() -> None:
 
 
 @pytest.mark.usefixtures("daring")
-def test_pool_and_ledger_agree_while_guesses_are_wrong_clients_leave_and_readers_stop(rand: Path) -> None:
+def test_pool_and_ledger_agree_while_drafts_are_wrong_clients_leave_and_readers_stop(rand: Path) -> None:
     """A small random model soon repeats itself, but not for long at this temperature."""
     rng = random.Random(2)
     with serve(model=str(rand), slots=8, kv_memory=768 * 1024, speculate=8, stream_buffer=8) as live:
@@ -154,7 +154,7 @@ def test_pool_and_ledger_agree_while_guesses_are_wrong_clients_leave_and_readers
                     if at > 40 and rng.random() < 0.02:
                         return
 
-        with ThreadPoolExecutor(5) as threads:  # nobody waits, so that guesses are made
+        with ThreadPoolExecutor(5) as threads:  # nobody waits, or nothing would be drafted
             work = [threads.submit(one, at) for at in range(40)]
             while not all(future.done() for future in work):
                 pool = live.slots()["pool"]
@@ -163,5 +163,5 @@ def test_pool_and_ledger_agree_while_guesses_are_wrong_clients_leave_and_readers
         for future in work:
             future.result()
         counts = live.service.engine.scheduler.counts
-        assert counts.guessed > counts.accepted > 50
+        assert counts.drafted > counts.accepted > 50
         assert live.wait_idle()["pool"]["lent_bytes"] == 0

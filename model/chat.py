@@ -1,7 +1,7 @@
-"""Chat templates: a conversation -> the prompt text, in Jinja's sandbox, with bounded work and output.
+"""Chat templates: a conversation becomes the prompt text, in Jinja's sandbox, with bounded work and output.
 
-A template comes with a model file and is as little to be trusted as any download. Variables and filters are those that
-Hugging Face's `apply_chat_template` gives, so that templates written for it run here.
+A template arrives with a model file and deserves no more trust than any download. It gets the variables and filters of
+Hugging Face's `apply_chat_template`, so templates written for that run here.
 """
 
 from __future__ import annotations
@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 import re
 import sys
-from collections.abc import Mapping
+import traceback
+from collections.abc import Iterable, Mapping
 from datetime import datetime
 from functools import lru_cache
 from types import FrameType
@@ -21,21 +22,25 @@ from jinja2.ext import Extension, loopcontrols
 from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from markupsafe import Markup
 
-MAX_STEPS = 1_000_000  # lines of Python run by one rendering; a conversation takes some hundreds
+from tokenteller.model import template_text
+from tokenteller.model.template_text import LiteralMarker, TemplateText
+
+MAX_STEPS = 1_000_000  # lines of Python per rendering; a conversation takes a few hundred
 MAX_CHARACTERS = 4_000_000
 
 
 class ChatTemplateError(ValueError):
-    """A conversation that the model's template refuses, or a template that cannot be run."""
+    """The template rejects this conversation, or fails on it."""
 
 
 class UnsafeTemplate(ChatTemplateError):
-    """A template that is no Jinja, reaches for what it may not have, or does not come to an end."""
+    """The template is not valid Jinja, reaches out of the sandbox, or exceeds the bounds."""
 
 
 def check(template: str) -> None:
-    """Tries a template on one short message. Raises UnsafeTemplate; that it refuses the message is no fault."""
+    """Renders one short message, at start. Raises UnsafeTemplate; a template may reject this particular message."""
     message = {"role": "user", "content": "hello"}
     try:
         render(template, {"messages": [message], "add_generation_prompt": True, "bos_token": "", "eos_token": ""})
@@ -45,31 +50,29 @@ def check(template: str) -> None:
         pass
 
 
-def render(template: str, variables: Mapping[str, Any]) -> str:
-    """The text that the template makes of the variables. Raises ChatTemplateError."""
-    pieces: list[str] = []
-    length = 0
+def render(template: str, variables: Mapping[str, Any]) -> TemplateText:
+    """The prompt text. Raises ChatTemplateError, with the line of the template."""
     try:
         compiled = _compiled(template)
-        with _Steps():
-            for piece in compiled.generate(variables):
-                length += len(piece)
-                if length > MAX_CHARACTERS:
-                    raise UnsafeTemplate(f"the chat template makes more than {MAX_CHARACTERS} characters")
-                pieces.append(piece)
+        with _StepLimit():
+            return _Environment.concat(compiled.generate(variables))
     except ChatTemplateError:
         raise
-    except (SecurityError, TemplateSyntaxError, OverflowError) as error:  # OverflowError: too long a range
-        raise UnsafeTemplate(f"the chat template failed: {' '.join(str(error).split())}") from error
+    except (SecurityError, TemplateSyntaxError, OverflowError, MemoryError) as error:  # OverflowError: a huge range
+        raise UnsafeTemplate(_failure(error)) from error
     except (TemplateError, ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
-        raise ChatTemplateError(f"the chat template failed: {error}") from error
-    except MemoryError:
-        raise UnsafeTemplate("the chat template ran out of memory") from None
-    return "".join(pieces)
+        raise ChatTemplateError(_failure(error)) from error
 
 
-class _Steps:
-    """Counts the lines that this thread runs inside the block, and ends the rendering when they are too many."""
+def _failure(error: BaseException) -> str:
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == "<template>"]
+    line = error.lineno if isinstance(error, TemplateSyntaxError) else lines[-1] if lines else None
+    reason = " ".join(str(error).split()) or type(error).__name__
+    return f"the chat template failed{f' in line {line}' if line else ''}: {reason}"
+
+
+class _StepLimit:
+    """Counts the lines of Python that this thread runs inside the block, and stops the rendering at MAX_STEPS."""
 
     def __init__(self) -> None:
         self.left = MAX_STEPS
@@ -84,46 +87,62 @@ class _Steps:
     def _trace(self, frame: FrameType, event: str, argument: Any) -> Any:
         self.left -= 1
         if self.left < 0:
-            raise UnsafeTemplate(f"the chat template takes more than {MAX_STEPS} steps")
-        return self._trace
+            raise SecurityError(f"it takes more than {MAX_STEPS} steps")
+        return None if frame.f_code.co_filename == template_text.__file__ else self._trace
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """The sandbox, with a bound on what one operator or call can make."""
+    """The sandbox, with a limit on what a single operator or call can produce."""
 
+    code_generator_class = LiteralMarker
+    literal = staticmethod(template_text.literal)
     intercepted_binops = frozenset(["+", "*", "**", "%"])
+
+    @staticmethod
+    def concat(parts: Iterable[str]) -> TemplateText:
+        pieces: list[str] = []
+        length = 0
+        for part in parts:
+            length += len(part)
+            if length > MAX_CHARACTERS:
+                raise SecurityError(f"it produces more than {MAX_CHARACTERS} characters")
+            pieces.append(part)
+        return template_text.literal("").join(pieces)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         if operator == "%" and isinstance(left, str):
-            _refuse(r"%[^a-zA-Z%]*([0-9]{5}|\*)", left)
+            _refuse_wide_format(r"%[^a-zA-Z%]*([0-9]{5}|\*)", left)
         elif _size(operator, left, right) > MAX_CHARACTERS:
             raise SecurityError(f"the result of {operator} is too long")
+        texts = isinstance(left, str) and isinstance(right, str)
+        if operator == "+" and texts and not isinstance(left, Markup) and not isinstance(right, Markup):
+            return self.concat((left, right))
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, called: Any, /, *args: Any, **kwargs: Any) -> Any:
         if any(isinstance(value, int) and value > MAX_CHARACTERS for value in (*args, *kwargs.values())):
-            raise SecurityError(f"an argument beyond {MAX_CHARACTERS} is too big")
+            raise SecurityError(f"an argument above {MAX_CHARACTERS} is too big")
         return super().call(context, called, *args, **kwargs)
 
     def wrap_str_format(self, value: Any) -> Any:
         form = getattr(value, "__self__", None)
         if isinstance(form, str) and value.__name__ in ("format", "format_map"):
-            _refuse(r":[^}]*([0-9]{5}|\{)", form)
+            _refuse_wide_format(r":[^}]*([0-9]{5}|\{)", form)
         return super().wrap_str_format(value)
 
 
-def _refuse(widths: str, form: str) -> None:
+def _refuse_wide_format(widths: str, form: str) -> None:
     if re.search(widths, form):
-        raise SecurityError("a format as wide as that is not supported")
+        raise SecurityError("a format this wide is not supported")
 
 
 def _size(operator: str, left: Any, right: Any) -> int:
-    """How long a text or list, or how many bits a number, the operator would make at most."""
+    """An upper bound of what the operator produces: characters of a text, items of a list, or bits of a number."""
     left_size, right_size = (
         len(side) if isinstance(side, str | list | tuple) else side.bit_length() if isinstance(side, int) else 0
         for side in (left, right)
     )
-    if operator == "*" and isinstance(left, int) != isinstance(right, int):  # a text or list, so many times
+    if operator == "*" and isinstance(left, int) != isinstance(right, int):  # a text or list, repeated
         return right_size * left if isinstance(left, int) else left_size * right if isinstance(right, int) else 0
     if operator == "**":
         return left_size * right if isinstance(right, int) and isinstance(left, int) else 0
@@ -131,9 +150,9 @@ def _size(operator: str, left: Any, right: Any) -> int:
 
 
 class _Generation(Extension):
-    """{% generation %}...{% endgeneration %} marks the assistant's part for training; here it is only its content."""
+    """{% generation %}...{% endgeneration %} marks the assistant's part for training. Here only its content matters."""
 
-    tags = {"generation"}  # noqa: RUF012 - jinja2's own way to declare it
+    tags = {"generation"}  # noqa: RUF012 - jinja2 declares it this way
 
     def parse(self, parser: Parser) -> list[Node]:
         next(parser.stream)

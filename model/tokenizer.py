@@ -7,13 +7,14 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from itertools import zip_longest
 from typing import Any
 
 import tokenizers
 
 from tokenteller.model.chat import ChatTemplateError, render
+from tokenteller.model.template_text import BLANK, TemplateText, literal, written
 
+ROLES = ("system", "developer", "user", "assistant", "tool")
 _NONE: Mapping[str, Any] = {}
 
 
@@ -43,7 +44,6 @@ class Tokenizer:
         self._id_of = {content: id for id, content in self.special.items()}
         contents = sorted(self._id_of, key=len, reverse=True)
         self._special_text = re.compile("|".join(map(re.escape, contents)) or "(?!)")
-        self._special_starts = {name[:length] for name in contents for length in range(1, len(name))}
         self._byte_of, self._replaced, self.strips_space = _decoding(backend)
         # words added beside the byte-level vocabulary stand there as they are, and not in stand-in characters
         plain = {id: token.content.encode() for id, token in added.items() if self._byte_of and not token.special}
@@ -64,45 +64,33 @@ class Tokenizer:
         return literal
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = _NONE) -> list[int]:
-        """Ids of a conversation, up to where the assistant begins: special tokens come from the template only, and so
-        does BOS. Raises ChatTemplateError."""
-        mark = _unused_character(json.dumps([messages, variables, self.chat_template], ensure_ascii=False))
-        messages = [{name: self._marked(value, mark) for name, value in message.items()} for message in messages]
-        variables = {name: self._marked(value, mark) for name, value in variables.items()}
+        """Ids of a conversation, up to where the assistant begins. Raises ChatTemplateError.
+
+        BOS and all other special tokens come from the template; what a client wrote is text.
+        """
         text = self.render_chat(messages, variables)
-        special = self._special_text.findall(text)
-        if mark not in text:
-            ids = _ids(self.backend, text)
-            if sum(id in self.special for id in ids) == len(special):
-                return ids
-        # a special token typed by a user: what is between the template's own ones is encoded as text alone
-        ids = []
-        for plain, name in zip_longest(self._special_text.split(text), special):
-            ids += _ids(self._literal, plain.replace(mark, ""))
-            if name is not None:
-                ids.append(self._id_of[name])
-        return ids
+        encoding = self.backend.encode_batch([text], add_special_tokens=False)[0]
+        ids: list[int] = encoding.ids
+        spans = [
+            text[start:stop] for id, (start, stop) in zip(ids, encoding.offsets, strict=True) if id in self.special
+        ]
+        # a span includes the spaces that its token swallows, whoever wrote them
+        if not any(BLANK in written(span.strip() or span) for span in spans):
+            return ids
+        ids, start = [], 0
+        for match in self._special_text.finditer(written(text)):
+            ids += [*_ids(self._literal, text[start : match.start()]), self._id_of[match[0]]]
+            start = match.end()
+        return ids + _ids(self._literal, text[start:])
 
-    def _marked(self, value: Any, mark: str) -> Any:
-        """`value` with a mark inside all that is, or at the end of a text or key could become, a special token."""
-        if isinstance(value, str):
-            value = self._special_text.sub(lambda match: match[0][0] + mark + match[0][1:], value)
-            end = value.rstrip()
-            longest = max(map(len, self._special_starts), default=0)
-            for begin in range(max(0, len(end) - longest), len(end)):
-                if end[begin:] in self._special_starts:
-                    return value[: begin + 1] + mark + value[begin + 1 :]
-            return value
-        if isinstance(value, Mapping):
-            return {self._marked(key, mark): self._marked(item, mark) for key, item in value.items()}
-        return [self._marked(item, mark) for item in value] if isinstance(value, list | tuple) else value
-
-    def render_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = _NONE) -> str:
+    def render_chat(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any] = _NONE) -> TemplateText:
         """The prompt text of a conversation, up to where the assistant begins. Raises ChatTemplateError."""
         if self.chat_template is None:
             raise ChatTemplateError("this model has no chat template; use /v1/completions")
-        given = {"tools": None, "documents": None, "add_generation_prompt": True} | dict(variables) | self.names
-        return render(self.chat_template, given | {"messages": messages})
+        defaults = {"tools": None, "documents": None, "add_generation_prompt": True}
+        names = {name: literal(text) for name, text in self.names.items()}
+        conversation = {"messages": [_with_trusted_role(message) for message in messages]}
+        return render(self.chat_template, defaults | dict(variables) | names | conversation)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
         """The text of all ids; special tokens leave none, or their names."""
@@ -133,6 +121,12 @@ class Tokenizer:
         for pattern, content in self._replaced:
             symbol = symbol.replace(pattern, content)
         return symbol.encode()
+
+
+def _with_trusted_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Some templates build special tokens from the role, '<|' + role + '|>', so known roles count as their text."""
+    role = message.get("role")
+    return {**message, "role": literal(role)} if role in ROLES else message
 
 
 def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
@@ -169,11 +163,6 @@ def byte_symbols() -> list[str]:
     printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
     spare = iter(range(256, 512))
     return [chr(byte if byte in printable else next(spare)) for byte in range(256)]
-
-
-def _unused_character(text: str) -> str:
-    """A private-use character that does not occur in `text`."""
-    return next(char for char in map(chr, range(0xF0000, 0xFFFFE)) if char not in text)
 
 
 class Detokenizer:

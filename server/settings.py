@@ -206,9 +206,22 @@ class GenerateSettings(ModelSettings):
     seed: int | None = Field(None, description="same seed, same text")
 
 
+class ChatSettings(ModelSettings):
+    """Talk to the model in the terminal, on a running server or loaded for this conversation."""
+
+    model_config = SettingsConfigDict(cli_prog_name="tokenteller chat")
+
+    url: HttpUrl | None = Field(None, description="address of a running server (default: load the model here)")
+    api_key: ApiKeys = Field((), description="the key that the server asks for, or @FILE")
+    system: Text | None = Field(None, description="what the model is told before the conversation")
+    max_tokens: int | None = Field(None, ge=1, description="longest answer in tokens (default: 1024, or what fits)")
+    temperature: float | None = Field(None, description="0 is greedy (default: the server's)")
+    seed: int | None = Field(None, description="same seed, same answers")
+
+
 def check_environment(names: Iterable[str]) -> None:
     """Raises SettingsError for a TOKENTELLER_ variable that no command reads."""
-    commands = (ServeSettings, PlanSettings, BenchSettings, GenerateSettings)
+    commands = (ServeSettings, PlanSettings, BenchSettings, GenerateSettings, ChatSettings)
     known = {field.strip("_").upper() for command in commands for field in command.model_fields}
     for name in names:
         prefix, setting = name.upper()[: len(PREFIX)], name.upper()[len(PREFIX) :]

@@ -10,5 +10,6 @@ COMMANDS = {
     "serve": "start the server",
     "plan": "show how many sequences fit in memory, before any weight is read",
     "generate": "stream one answer to the terminal",
+    "chat": "talk to the model in the terminal",
     "bench": "measure the model on this machine, without HTTP",
 }

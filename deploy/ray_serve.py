@@ -42,7 +42,7 @@ class Replica:
 
     def check_health(self) -> None:
         """Raises where the engine is dead or stuck; Ray then starts another replica in its place."""
-        sick = Replica.app.state.service.streams.sick()
+        sick = Replica.app.state.service.streams.unhealthy()
         if sick:
             raise RuntimeError(sick)
 

@@ -1,25 +1,25 @@
-"""Every error a client can meet.
+"""Every error a client can get.
 
 ApiError
-├── BadRequest        400  the body is not what it should be
+├── BadRequest        400  the body is not valid
 │   └── BadGrammar    400  a schema, regex or grammar that cannot be compiled or followed
-├── BadHead           400  the request's head is no HTTP; 431 where it is too long, 408 where it came too slowly
-├── Unauthorized      401  an API key is asked for, and none or a wrong one came
-├── OriginRefused     403  a web page of another origin than --cors-origin names asks whether it may call
+├── BadHead           400  the request head is not HTTP; 431 if it is too long, 408 if it is too slow
+├── Unauthorized      401  the API key is missing or wrong
+├── OriginRefused     403  CORS preflight from an origin that is not in --cors-origin
 ├── Unprocessable     422  a field is wrong or unknown
-├── NeverFits         422  could not be served even by an empty pool; carries the numbers
-├── NotFound          404  there is nothing at this path
-│   └── ModelNotFound 404  the model asked for is not the one served
-├── MethodNotAllowed  405  the path is there, but not with this method
+├── NeverFits         422  too long for the context or the whole pool; carries the numbers
+├── NotFound          404  no such path or request
+│   └── ModelNotFound 404  another model than the one served
+├── MethodNotAllowed  405  the path exists, but not with this method
 ├── BodyTimeout       408  the body was not complete in time
-├── BodyTooLarge      413  the body has more than --max-body bytes
+├── BodyTooLarge      413  the body exceeds --max-body
 ├── UnsupportedMediaType 415  the body is compressed
-├── QueueFull         429  as many wait as may; with Retry-After by the ledger
+├── QueueFull         429  the queue is full; with Retry-After
 ├── Unavailable       503  draining, or the engine is dead or stuck; with Retry-After
 ├── SlowReader        in the stream: the client did not read for too long
 └── EngineFailure     500  the server's own fault; in the stream once that has begun
 
-Under /v1 a wrong field is 400 and not 422, as OpenAI's clients expect, and a prompt that does not fit has their code.
+Under /v1, 422 becomes 400, as OpenAI's clients expect, and NeverFits has OpenAI's code.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """status, type and code of the error form {"error": {"message", "type", "param", "code", ...numbers}}."""
+    """Becomes {"error": {"message", "type", "param", "code", ...numbers}} with the class's status, type and code."""
 
     status = 500
     type = "server_error"
     code = "internal_error"
-    code_v1: str | None = None  # where OpenAI's API has another word for it
+    code_v1: str | None = None  # if OpenAI's API has another one
 
     def __init__(self, message: str, *, param: str | None = None, **numbers: Any) -> None:
         super().__init__(message)
@@ -54,7 +54,7 @@ class ApiError(Exception):
 
 
 def error_schema() -> dict[str, Any]:
-    """The error form as a JSON schema."""
+    """The JSON schema of an error response."""
     text = {"type": "string"}
     maybe = {"type": ["string", "null"]}
     fields = {"message": text, "type": text, "param": maybe, "code": text, "retry_after_s": {"type": "number"}}
@@ -117,7 +117,7 @@ class BodyTooLarge(ApiError):
     status, type, code = 413, "invalid_request_error", "body_too_large"
 
     def headers(self) -> dict[str, str]:
-        return {"Connection": "close"}  # the rest of the body is not wanted
+        return {"Connection": "close"}  # the rest of the body is not read
 
 
 class UnsupportedMediaType(ApiError):
@@ -141,7 +141,7 @@ class EngineFailure(ApiError):
 
 
 def codes() -> list[str]:
-    """The code of every error there is."""
+    """The codes of all errors."""
     kinds: list[type[ApiError]] = [ApiError]
     for kind in kinds:
         kinds += kind.__subclasses__()

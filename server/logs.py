@@ -1,10 +1,9 @@
-"""Logs: one line per event, plain or JSON, on stderr. No prompt and no generated text is ever logged.
+"""Logs: one line per event on stderr, plain or JSON. No prompt and no generated text is ever logged.
 
     log.info("request", extra={"fields": {"id": "gen-1", "status": 200}})
 
-What a client sent cannot forge a line: values are escaped to ASCII and cut. Lines are written by a thread of their own
-from a bounded queue; where the disk is full or the reader of a pipe sleeps, lines are dropped and counted, and nobody
-waits.
+Values are escaped to ASCII and truncated, so nothing a client sends can forge a line. A thread writes them from a
+bounded queue: with a full disk or a sleeping reader lines are dropped and counted, and nobody waits.
 """
 
 from __future__ import annotations
@@ -28,15 +27,15 @@ QUEUE_LINES = 10_000
 
 request_id: ContextVar[str | None] = ContextVar("request_id", default=None)
 
-_BARE = re.compile(r"[A-Za-z0-9_.,:/+@-]+")
+_UNQUOTED = re.compile(r"[A-Za-z0-9_.,:/+@-]+")
 
 
 def set_up(form: Literal["plain", "json"], level: str) -> Writer:
-    """All loggers write through one Writer to stderr from now on."""
+    """Sends all loggers to stderr through one Writer."""
     writer = Writer(2, json_line if form == "json" else plain_line)
     root = logging.getLogger()
     root.handlers = [writer]
-    root.setLevel(logging.WARNING)  # other libraries speak when something is wrong
+    root.setLevel(logging.WARNING)  # for other libraries
     logging.getLogger("tokenteller").setLevel(level.upper())
     logging.captureWarnings(True)
     return writer
@@ -48,7 +47,7 @@ def dropped() -> int:
 
 
 class Writer(logging.Handler):
-    """Formats where the event happens, writes from a thread of its own."""
+    """Formats on the calling thread, writes on its own."""
 
     def __init__(self, descriptor: int, line: Callable[[logging.LogRecord], str]) -> None:
         super().__init__()
@@ -61,73 +60,73 @@ class Writer(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         try:
             self._lines.put_nowait(self._line(record) + "\n")
-        except Exception:  # full, or an event that cannot be told: no reason to fail what it tells of
+        except Exception:  # the queue is full or a value cannot be formatted: never fail the caller for it
             self.dropped += 1
 
     def flush(self) -> None:
-        """Waits until all is written, but not for long: whoever reads may be asleep."""
+        """Waits until everything is written, at most a second: the reader may be asleep."""
         end = time.monotonic() + 1.0
         while self._lines.unfinished_tasks and time.monotonic() < end:
             time.sleep(0.005)
 
     def _write(self) -> None:
-        torn = b""
+        separator = b""
         while True:
-            data = torn + self._lines.get().encode("ascii", "backslashreplace")
+            data = separator + self._lines.get().encode("ascii", "backslashreplace")
             try:
                 while data:
                     data = data[os.write(self._descriptor, data) :]
-                torn = b""
+                separator = b""
             except OSError:
                 self.dropped += 1
-                torn = b"\n"  # what was written of this line must not run into the next
+                separator = b"\n"  # the line may be half written: the next one must not continue it
             self._lines.task_done()
 
 
-def facts(record: logging.LogRecord) -> dict[str, Any]:
-    """What a record tells, cut to its bounds, in the order of the line."""
-    told: dict[str, Any] = {
+def event_fields(record: logging.LogRecord) -> dict[str, Any]:
+    """A record's fields, truncated, in the order of the line."""
+    fields: dict[str, Any] = {
         "time": datetime.fromtimestamp(record.created, UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z"),
         "level": record.levelname.lower(),
-        "event": _cut(record.getMessage(), MESSAGE_CHARS),
+        "event": _truncated(record.getMessage(), MESSAGE_CHARS),
     }
     if not record.name.startswith("tokenteller"):
-        told["logger"] = record.name
-    fields = {"request_id": request_id.get()} | getattr(record, "fields", {})
-    told |= {name: _cut(value, VALUE_CHARS) for name, value in fields.items() if value is not None}
+        fields["logger"] = record.name
+    own = {"request_id": request_id.get()} | getattr(record, "fields", {})
+    fields |= {name: _truncated(value, VALUE_CHARS) for name, value in own.items() if value is not None}
     if record.exc_info:
-        told["exception"] = logging.Formatter().formatException(record.exc_info)[-TRACE_CHARS:]
-    return told
+        fields["exception"] = logging.Formatter().formatException(record.exc_info)[-TRACE_CHARS:]
+    return fields
 
 
 def json_line(record: logging.LogRecord) -> str:
-    """One JSON object, pure ASCII."""
-    return json.dumps(facts(record), default=str)
+    """One ASCII JSON object."""
+    return json.dumps(event_fields(record), default=str)
 
 
 def plain_line(record: logging.LogRecord) -> str:
-    """time LEVEL event name=value ...; the lines of a traceback follow, each behind a bar."""
-    told = facts(record)
-    moment, level, event = told.pop("time"), told.pop("level"), told.pop("event")
-    trace = told.pop("exception", None)
-    pairs = "".join(f" {name}={_shown(value)}" for name, value in told.items())
+    """time LEVEL event name=value ...; a traceback follows, each of its lines behind a bar."""
+    fields = event_fields(record)
+    moment, level, event = fields.pop("time"), fields.pop("level"), fields.pop("event")
+    trace = fields.pop("exception", None)
+    pairs = "".join(f" {name}={_quoted(value)}" for name, value in fields.items())
     lines = [f"{moment} {level.upper():<7} {_escaped(event)}{pairs}"]
     if trace:
         lines += [f"    | {_escaped(line)}" for line in trace.splitlines()]
     return "\n".join(lines)
 
 
-def _cut(value: Any, most: int) -> Any:
+def _truncated(value: Any, length: int) -> Any:
     if isinstance(value, tuple):
         value = ",".join(map(str, value))
-    if isinstance(value, str) and len(value) > most:
-        return f"{value[:most]}...(+{len(value) - most})"
+    if isinstance(value, str) and len(value) > length:
+        return f"{value[:length]}...(+{len(value) - length})"
     return round(value, 6) if isinstance(value, float) else value
 
 
-def _shown(value: Any) -> str:
+def _quoted(value: Any) -> str:
     text = str(value)
-    return text if _BARE.fullmatch(text) else json.dumps(text)
+    return text if _UNQUOTED.fullmatch(text) else json.dumps(text)
 
 
 def _escaped(text: str) -> str:

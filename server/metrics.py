@@ -1,7 +1,7 @@
-"""The Prometheus families: vLLM's names where the meaning is the same, OpenTelemetry's GenAI histograms, and our own.
+"""Prometheus metrics: vLLM's names where the meaning is the same, OpenTelemetry's GenAI histograms, and our own.
 
-Costs: some microseconds a request and a step; a token costs one bisection. No label holds anything a client sends, so
-the number of series does not grow with traffic.
+A request and a step cost a few microseconds, a token one bisection. No label holds anything a client sends, so the
+number of series does not grow with traffic. Gauges are in gauges.py.
 """
 
 from __future__ import annotations
@@ -18,17 +18,12 @@ from prometheus_client import (
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import (
-    CounterMetricFamily,
-    GaugeMetricFamily,
-    HistogramMetricFamily,
-    InfoMetricFamily,
-    Metric,
-)
+from prometheus_client.core import HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tokenteller.model.kv_memory import PAGE_BYTES, KVLayout
+from tokenteller.model.kv_memory import KVLayout
 from tokenteller.server.errors import codes
+from tokenteller.server.gauges import Levels, LevelsCollector
 
 TTFT = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1, 2.5, 5, 7.5, 10, 20, 40, 80, 160)
 PER_TOKEN = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
@@ -37,14 +32,13 @@ TOKENS = tuple(2.0**power for power in range(16))
 STEP = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10)
 
 REASONS = ("stop", "length", "deadline", "cancelled", "error", "shutdown")
-WAITING_FOR = ("slot", "kv_bytes", "prefill")
 
 
 @dataclass(frozen=True, slots=True)
 class Served:
-    """One request when it is over: what metrics, log and trace tell of it. Seconds; None where it never came to it.
+    """What metrics, log and trace record of a request when it is over. Times are None if it did not get that far.
 
-    reasons: how each choice ended, one of REASONS; error: the code of the error that ended the request.
+    reasons: how each choice ended, one of REASONS. error: the code of the error that ended the request.
     """
 
     id: str
@@ -70,30 +64,8 @@ class Served:
         return self.decode_s / (self.completion_tokens - 1)
 
 
-@dataclass(frozen=True, slots=True)
-class Levels:
-    """What the gauges show at one moment."""
-
-    running: int
-    waiting: dict[str, int]
-    held: int
-    slots: dict[str, int]
-    budget_bytes: int
-    committed_bytes: int
-    formula_bytes: int
-    kernel_bytes: int
-    kept_bytes: int
-    peak_demand_bytes: int
-    healthy: bool
-    draining: bool
-    tasks: int = 0
-    log_lines_dropped: int = 0
-    guessed: int = 0
-    accepted: int = 0
-
-
 class Gaps(Collector):
-    """Gaps between tokens: a histogram that costs a bisection per token, where the library's costs 2 microseconds."""
+    """Histogram of the gaps between tokens. The library's own costs 2 microseconds per token, this one a bisection."""
 
     def __init__(self, name: str, help: str, model: str) -> None:
         self._name, self._help, self._model = name, help, model
@@ -105,7 +77,7 @@ class Gaps(Collector):
         self._sum += seconds
 
     def counts(self) -> list[int]:
-        """How many gaps fell into each bucket of PER_TOKEN, and beyond."""
+        """Gaps per bucket of PER_TOKEN, and beyond the last."""
         return self._counts.copy()
 
     def collect(self) -> Iterator[Metric]:
@@ -119,7 +91,7 @@ class Gaps(Collector):
 
 
 class Families:
-    """Makes families that share a registry and the label of the model."""
+    """Creates metrics in one registry, all with the label model_name."""
 
     def __init__(self, registry: CollectorRegistry, model: str) -> None:
         self._registry = registry
@@ -129,7 +101,7 @@ class Families:
         return Counter(name, help, ["model_name"], registry=self._registry).labels(self._model)
 
     def counters(self, name: str, help: str, label: str, values: Iterable[str]) -> dict[str, Counter]:
-        """One counter per value of a closed set; all of them stand at 0 from the start."""
+        """One counter per value of a closed set, each at 0 from the start."""
         family = Counter(name, help, ["model_name", label], registry=self._registry)
         return {value: family.labels(self._model, value) for value in values}
 
@@ -138,15 +110,15 @@ class Families:
 
 
 class VllmFamilies:
-    """vLLM's names, with vLLM's meaning, so that dashboards and gateways made for it work."""
+    """vLLM's names with vLLM's meaning, for existing dashboards and gateways."""
 
     def __init__(self, make: Families) -> None:
         self.prompt_tokens = make.counter("vllm:prompt_tokens", "Prompt tokens of requests that got a first token")
         self.generation_tokens = make.counter("vllm:generation_tokens", "Generated tokens")
         self.success = make.counters(
-            "vllm:request_success", "Choices that ended in order", "finished_reason", ("stop", "length", "abort")
+            "vllm:request_success", "Choices that did not fail", "finished_reason", ("stop", "length", "abort")
         )
-        make.counter("vllm:num_preemptions", "Preempted sequences; always 0: what is admitted is never preempted")
+        make.counter("vllm:num_preemptions", "Preempted sequences; always 0: nothing that runs is preempted")
         self.prefix_queries = make.counter("vllm:prefix_cache_queries", "Prompt tokens looked up for reuse")
         self.prefix_hits = make.counter("vllm:prefix_cache_hits", "Prompt tokens whose K/V was reused")
         self.ttft = make.histogram("vllm:time_to_first_token_seconds", "Arrival to first token", TTFT)
@@ -165,7 +137,7 @@ class VllmFamilies:
 
 
 class GenAIFamilies:
-    """OpenTelemetry's GenAI server histograms under their Prometheus names; finer at the small end."""
+    """OpenTelemetry's GenAI server histograms under their Prometheus names, with finer small buckets."""
 
     LABELS = ("gen_ai_operation_name", "gen_ai_provider_name", "gen_ai_response_model")
 
@@ -180,14 +152,14 @@ class GenAIFamilies:
         )
         self.ttft = Histogram(
             "gen_ai_server_time_to_first_token_seconds",
-            "Arrival to first token of requests that went well",
+            "Arrival to first token of requests that did not fail",
             self.LABELS,
             buckets=TTFT,
             registry=registry,
         )
         self.per_token = Histogram(
             "gen_ai_server_time_per_output_token_seconds",
-            "Mean gap between tokens after the first of requests that went well",
+            "Mean gap between the tokens of requests that did not fail",
             self.LABELS,
             buckets=PER_TOKEN,
             registry=registry,
@@ -203,22 +175,22 @@ class GenAIFamilies:
 
 
 class OwnFamilies:
-    """What nobody else counts."""
+    """What neither vLLM nor OpenTelemetry has a name for."""
 
     def __init__(self, make: Families, registry: CollectorRegistry) -> None:
-        self.choices = make.counters("tokenteller_choices", "Choices by how they ended", "reason", REASONS)
+        self.choices = make.counters("tokenteller_choices", "Choices by finish reason", "reason", REASONS)
         self.refusals = make.counters("tokenteller_refusals", "Error responses by code", "code", codes())
         self.responses = Counter(
             "tokenteller_http_responses", "Responses by route and status", ["route", "status"], registry=registry
         )
-        self.step = make.histogram("tokenteller_step_seconds", "One step: all rows through the model, sampled", STEP)
+        self.step = make.histogram("tokenteller_step_seconds", "Duration of a step", STEP)
         self.cancel = make.histogram(
-            "tokenteller_cancel_to_free_seconds", "From a cancel, or a client that left, to its slots being free", STEP
+            "tokenteller_cancel_to_free_seconds", "From a cancel or disconnect until the slots are free", STEP
         )
 
 
 class Metrics:
-    """All families of one server. Its methods may be called from any thread."""
+    """The metrics of one server. Its methods may be called from any thread."""
 
     def __init__(self, model: str = "") -> None:
         disable_created_metrics()
@@ -248,7 +220,7 @@ class Metrics:
         self._own.step.observe(seconds)
 
     def freed(self, seconds: float) -> None:
-        """A cancelled request's slots came free so long after it was asked for."""
+        """The slots of a cancelled request came free `seconds` after the cancel."""
         self._own.cancel.observe(seconds)
 
     def refused(self, code: str) -> None:
@@ -258,7 +230,7 @@ class Metrics:
         self._own.responses.labels(route, status).inc()
 
     def served(self, served: Served) -> None:
-        """A request is over."""
+        """Records a request that is over."""
         self.requests_served += 1
         vllm = self._vllm
         for reason in served.reasons:
@@ -283,79 +255,9 @@ class Metrics:
                 histogram.observe(seconds)
 
     def show_levels(self, read: Callable[[], Levels], info: dict[str, str], layout: KVLayout) -> None:
-        """From now on the gauges show what `read` says when they are scraped."""
+        """Adds the gauges; `read` is called at each scrape."""
         self.registry.register(LevelsCollector(read, self._model, info, layout))
 
     def text(self) -> bytes:
-        """The exposition, Prometheus text format 0.0.4."""
+        """Prometheus text format 0.0.4."""
         return generate_latest(self.registry)
-
-
-class LevelsCollector(Collector):
-    """The gauges: asks for the present levels when it is scraped."""
-
-    def __init__(self, read: Callable[[], Levels], model: str, info: dict[str, str], layout: KVLayout) -> None:
-        self._read, self._model, self._info, self._layout = read, model, info, layout
-
-    def describe(self) -> Iterable[Metric]:
-        return []  # registering must not read yet
-
-    def collect(self) -> Iterator[Metric]:
-        levels = self._read()
-        yield self._gauge("vllm:num_requests_running", "Sequences that hold a slot and run", levels.running)
-        yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for a slot", sum(levels.waiting.values()))
-        usage = levels.committed_bytes / levels.budget_bytes
-        yield self._gauge("vllm:kv_cache_usage_perc", "Committed bytes of the pool, 0 to 1", usage)
-        yield InfoMetricFamily("tokenteller_build", "What is running", value=self._info)
-        yield self._cache_config(levels.budget_bytes)
-        yield self._by("tokenteller_waiting", "Sequences that wait, by what keeps them", "reason", levels.waiting)
-        yield self._by("tokenteller_slots", "Slots by state", "state", levels.slots)
-        yield self._gauge("tokenteller_held", "Running sequences that pause for a slow reader", levels.held)
-        yield self._by(
-            "tokenteller_kv_bytes",
-            "K/V bytes held now: by the formula, committed by the ledger (whole pages), and by the kernel's figure",
-            "by",
-            {"formula": levels.formula_bytes, "ledger": levels.committed_bytes, "kernel": levels.kernel_bytes},
-        )
-        yield self._gauge("tokenteller_kv_budget_bytes", "K/V bytes that the pool may take", levels.budget_bytes)
-        kept = levels.kept_bytes
-        yield self._gauge("tokenteller_prefix_kept_bytes", "K/V bytes of ended sequences, kept for reuse", kept)
-        demand = levels.peak_demand_bytes
-        yield self._gauge("tokenteller_kv_peak_demand_bytes", "Most K/V bytes the running sequences can need", demand)
-        yield self._gauge("tokenteller_healthy", "1 while the engine is neither dead nor stuck", int(levels.healthy))
-        yield self._gauge("tokenteller_draining", "1 once the server was told to end", int(levels.draining))
-        yield self._gauge(
-            "tokenteller_tasks", "Tasks of the event loop; as many as there are clients, and a few", levels.tasks
-        )
-        dropped = CounterMetricFamily("tokenteller_log_lines_dropped", "Log lines that could not be written")
-        dropped.add_metric([], levels.log_lines_dropped)
-        yield dropped
-        for name, help, value in (
-            ("vllm:spec_decode_num_draft_tokens", "Tokens that were guessed", levels.guessed),
-            ("vllm:spec_decode_num_accepted_tokens", "Guessed tokens that came", levels.accepted),
-        ):
-            counter = CounterMetricFamily(name, help, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
-
-    def _cache_config(self, budget_bytes: int) -> Metric:
-        layout = self._layout
-        rows = max(1, PAGE_BYTES // layout.row_bytes) if layout.paged else layout.max_context
-        family = GaugeMetricFamily(
-            "vllm:cache_config_info",
-            "block_size: rows that share a page in every lane; num_gpu_blocks: how many such blocks the pool holds",
-            labels=["model_name", "block_size", "num_gpu_blocks"],
-        )
-        family.add_metric([self._model, str(rows), str(budget_bytes // layout.committed(rows))], 1)
-        return family
-
-    def _gauge(self, name: str, help: str, value: float) -> Metric:
-        family = GaugeMetricFamily(name, help, labels=["model_name"])
-        family.add_metric([self._model], value)
-        return family
-
-    def _by(self, name: str, help: str, label: str, values: dict[str, int]) -> Metric:
-        family = GaugeMetricFamily(name, help, labels=["model_name", label])
-        for key, value in values.items():
-            family.add_metric([self._model, key], value)
-        return family

@@ -1,4 +1,4 @@
-"""One GenAI span per request, made with opentelemetry-api; costs next to nothing until an SDK is installed and set up.
+"""One GenAI span per request, through opentelemetry-api; costs next to nothing unless an SDK is set up.
 
 Attributes follow OpenTelemetry's GenAI conventions. No prompt and no text is ever recorded.
 """
@@ -15,7 +15,7 @@ PROVIDER = "tokenteller"
 
 
 def start(operation: str, model: str, request: Request) -> Span:
-    """A child of the current span (the HTTP request's) that lasts until `end`."""
+    """Starts a child of the current span, which is the HTTP request's."""
     attributes: dict[str, str | int | float] = {
         "gen_ai.operation.name": operation,
         "gen_ai.provider.name": PROVIDER,
@@ -33,7 +33,7 @@ def start(operation: str, model: str, request: Request) -> Span:
 
 
 def end(span: Span, served: Served) -> None:
-    """Tells how it went and ends the span."""
+    """Records the outcome and ends the span."""
     if span.is_recording():
         span.set_attributes(
             {

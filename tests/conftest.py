@@ -17,6 +17,7 @@ from pathlib import Path
 # processes that tests start import this checkout, too, whatever is installed
 os.environ["PYTHONPATH"] = str(Path(__file__).parents[1] / ".ci/src")
 
+import openai
 import pytest
 from checkpoints import random_llama
 from hypothesis import settings
@@ -56,3 +57,16 @@ def live(rand: Path) -> Iterator[Live]:
     """A server on the random checkpoint with 8 slots."""
     with serve(model=str(rand), slots=8) as server:
         yield server
+
+
+@pytest.fixture(scope="module")
+def chatty_live(chatty: Path) -> Iterator[Live]:
+    """A server on the checkpoint with a chat template."""
+    with serve(model=str(chatty), slots=8, weights="fp32") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(chatty_live: Live) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=chatty_live.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
+        yield client

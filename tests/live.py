@@ -22,7 +22,7 @@ from tokenteller.server.settings import ServeSettings
 
 @dataclass
 class Live:
-    """A running server: its address, and its inside for checks that no endpoint offers."""
+    """A running server: its address, and its parts for checks that no endpoint offers."""
 
     url: str
     service: Service
@@ -31,7 +31,7 @@ class Live:
         return httpx.post(self.url + path, json=body, timeout=60)
 
     def generate(self, prompt: str | list[int], **body: Any) -> dict[str, Any]:
-        """The answer of /generate as one JSON object."""
+        """The answer of /generate as JSON."""
         response = self.post(prompt=prompt, stream=False, **body)
         assert response.status_code == 200, response.text
         answer: dict[str, Any] = response.json()
@@ -41,7 +41,7 @@ class Live:
         return str(self.generate(prompt, **body)["choices"][0]["text"])
 
     def stream(self, prompt: str | list[int], path: str = "/generate", **body: Any) -> list[dict[str, Any]]:
-        """All frames of a streamed answer but [DONE], which must come last."""
+        """All frames of a streamed answer except [DONE], which must come last."""
         body = {"prompt": prompt, "stream": True, **body}
         with httpx.stream("POST", self.url + path, json=body, timeout=60) as response:
             assert response.status_code == 200, response.read()
@@ -52,20 +52,20 @@ class Live:
         answer: dict[str, Any] = httpx.get(self.url + "/slots", timeout=10).json()
         return answer
 
-    def seats(self) -> tuple[int, int]:
-        """How many sequences run, and how many wait."""
+    def load(self) -> tuple[int, int]:
+        """Sequences that run, and sequences that wait."""
         slots = self.slots()
         return sum(slot["state"] == "running" for slot in slots["slots"]), slots["waiting"]
 
-    def wait_for(self, seats: tuple[int, int], seconds: float = 10.0) -> None:
-        """Until so many run and so many wait."""
+    def wait_for(self, load: tuple[int, int], seconds: float = 10.0) -> None:
+        """Until this many run and this many wait."""
         end = time.monotonic() + seconds
-        while self.seats() != seats:
-            assert time.monotonic() < end, f"{self.seats()} in place of {seats}"
+        while self.load() != load:
+            assert time.monotonic() < end, f"expected {load}, got {self.load()}"
             time.sleep(0.01)
 
     def wait_idle(self, seconds: float = 10.0) -> dict[str, Any]:
-        """The slots once nothing runs or waits any more."""
+        """The slots once nothing runs or waits."""
         end = time.monotonic() + seconds
         while True:
             slots = self.slots()
@@ -76,7 +76,7 @@ class Live:
 
 
 def parse_sse(raw: str) -> list[dict[str, Any]]:
-    """Frames of a strict SSE text: LF only, one data line each, a blank line after it; comments are skipped."""
+    """The frames of strict SSE: LF only, one data line each and a blank line after it. Comments are skipped."""
     assert "\r" not in raw and raw.isascii()
     frames = []
     *events, rest = raw.split("\n\n")
@@ -96,10 +96,11 @@ def joined(frames: list[dict[str, Any]], index: int = 0) -> str:
 
 
 @contextmanager
-def serve(pace: float = 0.0, send_buffer: int = 0, **settings: Any) -> Iterator[Live]:
+def serve(pace: float = 0.0, send_buffer: int = 0, buffer_tokens: int = 0, **settings: Any) -> Iterator[Live]:
     """A server with these settings until the block ends.
 
-    pace: seconds that each step takes longer than it would. send_buffer: bytes a connection may hold in the kernel.
+    pace: seconds added to each step. send_buffer: bytes a connection may hold in the kernel. buffer_tokens: instead of
+    the streams' own bound.
     """
     chosen = ServeSettings(**{"port": 0, "threads": 1, "shutdown_timeout": 0, **settings})  # the clients need a core
     with embedded(chosen) as server:
@@ -107,6 +108,8 @@ def serve(pace: float = 0.0, send_buffer: int = 0, **settings: Any) -> Iterator[
             runner = server.service.engine.runner
             run = runner.run
             runner.run = lambda step: (time.sleep(pace), run(step))[1]
+        if buffer_tokens:
+            server.service.streams._buffer_tokens = buffer_tokens
         if send_buffer:
             server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         yield Live(server.url, server.service)
@@ -114,7 +117,7 @@ def serve(pace: float = 0.0, send_buffer: int = 0, **settings: Any) -> Iterator[
 
 @dataclass
 class Process:
-    """A server in a process of its own, started by its command line."""
+    """A server in its own process, started from the command line."""
 
     url: str
     popen: subprocess.Popen[str]
@@ -131,7 +134,7 @@ class Process:
 
 @contextmanager
 def process(*flags: str, patch: str = "", stderr: Any = None) -> Iterator[Process]:
-    """`tokenteller serve` with these flags until the block ends; `patch` is run before it, to break something."""
+    """`tokenteller serve` with these flags until the block ends. `patch` is code to run first, to break something."""
     program = patch + "\nimport sys\nfrom tokenteller.server.__main__ import main\nsys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", program, "serve", "--port", "0", *flags]
     popen = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=stderr, text=True)
@@ -146,12 +149,12 @@ def process(*flags: str, patch: str = "", stderr: Any = None) -> Iterator[Proces
         popen.stdout.close()
 
 
-# one for all threads: each client of its own would load the machine's certificates first
+# shared by all threads: every new client would load the machine's certificates first
 CLIENT = httpx.Client(limits=httpx.Limits(max_connections=None), timeout=60, trust_env=False)
 
 
 def stream_raw(url: str, **body: Any) -> str:
-    """A streamed answer as it came, whole or cut."""
+    """A streamed answer as received, complete or not."""
     got = b""
     try:
         with CLIENT.stream("POST", url + "/generate", json={"prompt": "x", **body}) as response:

@@ -274,7 +274,7 @@ def quantile(values: list[float], share: float) -> float:
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
 def test_every_way_out_gives_everything_back(rand: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     settings: dict[str, Any] = {"slots": 8, "kv_memory": 512 * 1024, "prefill_chunk": 16, "queue_limit": 24}
-    with serve(model=str(rand), send_buffer=4096, stream_buffer=8, slow_reader_timeout=0.3, **settings) as live:
+    with serve(model=str(rand), send_buffer=4096, buffer_tokens=8, slow_reader_timeout=0.3, **settings) as live:
         chaos = Chaos(live, seed=count)
         asyncio.run(chaos.run(count // 10))  # what is made once, is made now
         time.sleep(0.5)

@@ -32,7 +32,8 @@ from live import CLIENT, Live, process, serve  # noqa: E402
 
 from tokenteller.model.kv_memory import KVLayout  # noqa: E402
 from tokenteller.server import errors  # noqa: E402
-from tokenteller.server.metrics import Levels, Metrics, Served  # noqa: E402
+from tokenteller.server.gauges import Levels  # noqa: E402
+from tokenteller.server.metrics import Metrics, Served  # noqa: E402
 from tokenteller.server.planning import make_plan  # noqa: E402
 from tokenteller.server.settings import ServeSettings  # noqa: E402
 

@@ -22,8 +22,8 @@ from checkpoints import random_llama
 from live import CLIENT, Live, parse_sse, process, serve, stream_raw
 from safetensors.torch import load_file, save_file
 
-from tokenteller.server.api import life
-from tokenteller.server.api.life import TICK_S, Watch
+from tokenteller.server.api import lifecycle
+from tokenteller.server.api.lifecycle import TICK_S, Watchdog
 from tokenteller.server.api.stream import Stream
 from tokenteller.server.engine.heartbeat import Heartbeat
 
@@ -158,7 +158,7 @@ def own(rand: Path) -> Iterator[Live]:
 def test_a_stuck_step_turns_health_to_503_within_2_s_ends_every_stream_and_is_forgiven_when_it_goes_on(
     own: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(life, "seconds_in_line", dict)  # the bound holds where processors are free
+    monkeypatch.setattr(lifecycle, "run_queue_seconds", dict)  # the bound holds where processors are free
     runner, go_on, stuck_since = own.service.engine.runner, threading.Event(), []
     run = runner.run
 
@@ -252,14 +252,14 @@ def test_a_fault_in_the_text_of_one_stream_costs_the_others_nothing(own: Live, m
     own.wait_idle()
 
 
-def watched() -> tuple[Watch, Any, list[str]]:
+def watched() -> tuple[Watchdog, Any, list[str]]:
     failed: list[str] = []
     streams: Any = SimpleNamespace(engine=SimpleNamespace(heartbeat=None), stuck=None, fail_all=failed.append)
-    return Watch(streams), streams, failed
+    return Watchdog(streams), streams, failed
 
 
 def test_a_process_that_was_stopped_for_long_finds_no_fault_at_waking(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(life, "seconds_in_line", dict)
+    monkeypatch.setattr(lifecycle, "run_queue_seconds", dict)
     watch, streams, failed = watched()
     streams.engine.heartbeat = Heartbeat(1, 1.25)
     watch.tick()
@@ -273,7 +273,7 @@ def test_a_process_that_was_stopped_for_long_finds_no_fault_at_waking(monkeypatc
 
 def test_an_engine_that_stands_in_line_for_a_processor_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
     in_line = {"1": 7.0, "2": 0.0}
-    monkeypatch.setattr(life, "seconds_in_line", lambda: dict(in_line))
+    monkeypatch.setattr(lifecycle, "run_queue_seconds", lambda: dict(in_line))
     watch, streams, failed = watched()
     streams.engine.heartbeat = Heartbeat(1, 1.25)
     watch.tick()
@@ -288,7 +288,7 @@ def test_an_engine_that_stands_in_line_for_a_processor_is_not_stuck(monkeypatch:
 
 
 def test_the_kernel_tells_how_long_threads_stand_in_line() -> None:
-    waited = life.seconds_in_line()
+    waited = lifecycle.run_queue_seconds()
     assert len(waited) >= threading.active_count() > 0 and all(seconds >= 0 for seconds in waited.values())
 
 

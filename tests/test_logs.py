@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from live import CLIENT, Live, serve
 
-from tokenteller.server.api.life import tell_stats
+from tokenteller.server.api.lifecycle import log_stats
 from tokenteller.server.logs import Writer, json_line, plain_line, request_id
 
 HOSTILE = [
@@ -122,7 +122,7 @@ def test_a_record_that_cannot_be_told_is_dropped(pipe: tuple[int, int]) -> None:
 
 def test_stats_are_told_under_load_and_not_when_idle(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     async def watch() -> dict[str, Any]:
-        telling = asyncio.create_task(tell_stats(live.service, every_s=0.2))
+        telling = asyncio.create_task(log_stats(live.service, every_s=0.2))
         await asyncio.sleep(0.5)
         assert not caplog.records
         await asyncio.to_thread(live.text, "load", max_tokens=20, ignore_eos=True)

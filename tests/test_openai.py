@@ -1,12 +1,10 @@
-"""The OpenAI endpoints, asked by the real `openai` client over real sockets."""
+"""Completions and chat, asked by the real `openai` client over real sockets."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections import defaultdict
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any, Literal
 
 import httpx
@@ -21,31 +19,10 @@ from tokenteller.model.sampler import Draw, LogitsError, Sampled
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
-@pytest.fixture(scope="module")
-def live(chatty: Path) -> Iterator[Live]:
-    with serve(model=str(chatty), slots=8, weights="fp32") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(live: Live) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0, timeout=60) as client:
-        yield client
-
-
-def test_models_are_listed_and_found(client: openai.OpenAI) -> None:
-    (model,) = client.models.list().data
-    assert model.id == "chatty" and model.object == "model"
-    assert client.models.retrieve("chatty") == model
-    with pytest.raises(openai.NotFoundError) as caught:
-        client.models.retrieve("nope/7b")
-    assert caught.value.code == "model_not_found"
-
-
-def test_a_completion_is_what_generate_makes(client: openai.OpenAI, live: Live) -> None:
+def test_a_completion_is_what_generate_makes(client: openai.OpenAI, chatty_live: Live) -> None:
     body = {"max_tokens": 30, "temperature": 1.3, "seed": 5}
     answer = client.completions.create(model="chatty", prompt="once", **body)
-    native = live.generate("once", **body)
+    native = chatty_live.generate("once", **body)
     (choice,) = answer.choices
     assert (choice.text, choice.finish_reason) == (native["choices"][0]["text"], native["choices"][0]["finish_reason"])
     assert answer.object == "text_completion" and answer.model == "chatty" and answer.id.startswith("cmpl-")
@@ -131,7 +108,7 @@ def test_echo_puts_the_prompt_before_the_text_in_both_modes(client: openai.OpenA
     assert ids.choices[0].text == "once upon" + plain
 
 
-def test_a_chat_answer_continues_the_rendered_conversation(client: openai.OpenAI, live: Live) -> None:
+def test_a_chat_answer_continues_the_rendered_conversation(client: openai.OpenAI, chatty_live: Live) -> None:
     messages: list[Any] = [
         {"role": "developer", "content": "be brief"},
         {"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
@@ -142,7 +119,7 @@ def test_a_chat_answer_continues_the_rendered_conversation(client: openai.OpenAI
     start, end = 258, 259
     ids = [start, *b"system\nbe brief", end, 10, start, *b"user\na\nb", end, 10, start, *b"assistant\n", end, 10]
     ids += [start, *b"user\nc<|im_end|>", end, 10, start, *b"assistant\n"]
-    native = live.generate(ids, max_tokens=20, temperature=0)
+    native = chatty_live.generate(ids, max_tokens=20, temperature=0)
     assert answer.choices[0].message.content == native["choices"][0]["text"]
     assert answer.choices[0].message.role == "assistant"
     assert answer.usage and answer.usage.prompt_tokens == len(ids)
@@ -198,17 +175,17 @@ def test_an_end_token_at_once_is_an_empty_answer(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == answer.usage
 
 
-def test_usage_is_told_on_request_only(client: openai.OpenAI, live: Live) -> None:
+def test_usage_is_told_on_request_only(client: openai.OpenAI, chatty_live: Live) -> None:
     body: dict[str, Any] = {"model": "chatty", "max_tokens": 6, "ignore_eos": True}
-    plain = live.stream("x", "/v1/completions", **body)
+    plain = chatty_live.stream("x", "/v1/completions", **body)
     assert all("usage" not in chunk and chunk["choices"] for chunk in plain)
-    each = live.stream("x", "/v1/completions", **body, stream_options={"continuous_usage_stats": True})
+    each = chatty_live.stream("x", "/v1/completions", **body, stream_options={"continuous_usage_stats": True})
     counts = [chunk["usage"]["completion_tokens"] for chunk in each]
     assert counts == sorted(counts) and counts[-1] == 6
-    assert live.post("/v1/completions", prompt="x", **body, stream_options={"include_usage": True}).is_success
+    assert chatty_live.post("/v1/completions", prompt="x", **body, stream_options={"include_usage": True}).is_success
 
 
-def test_the_async_client_streams_many_at_once(live: Live) -> None:
+def test_the_async_client_streams_many_at_once(chatty_live: Live) -> None:
     async def ask(client: openai.AsyncOpenAI, number: int) -> str:
         stream = await client.chat.completions.create(
             model="chatty",
@@ -220,7 +197,7 @@ def test_the_async_client_streams_many_at_once(live: Live) -> None:
         return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     async def all_of_them() -> list[str]:
-        async with openai.AsyncOpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=chatty_live.url + "/v1", api_key="none", max_retries=0) as client:
             alone = [await ask(client, number) for number in range(4)]
             together = await asyncio.gather(*(ask(client, number) for number in range(4)))
             assert together == alone
@@ -229,7 +206,7 @@ def test_the_async_client_streams_many_at_once(live: Live) -> None:
     assert len(set(asyncio.run(all_of_them()))) == 4
 
 
-def test_the_async_client_gets_what_the_sync_one_gets(client: openai.OpenAI, live: Live) -> None:
+def test_the_async_client_gets_what_the_sync_one_gets(client: openai.OpenAI, chatty_live: Live) -> None:
     text: dict[str, Any] = {"model": "chatty", "prompt": ["one", "two"], "max_tokens": 12, "seed": 3, "n": 2}
     text |= {"logprobs": 2, "stop": ["e"], "extra_body": {"cache_prefix": False}}
     chat: dict[str, Any] = {"model": "chatty", "messages": HELLO, "max_tokens": 12, "seed": 3, "n": 2}
@@ -239,7 +216,7 @@ def test_the_async_client_gets_what_the_sync_one_gets(client: openai.OpenAI, liv
     sync += [list(client.completions.create(**text, **usage)), list(client.chat.completions.create(**chat, **usage))]
 
     async def ask() -> list[Any]:
-        async with openai.AsyncOpenAI(base_url=live.url + "/v1", api_key="none", max_retries=0) as aclient:
+        async with openai.AsyncOpenAI(base_url=chatty_live.url + "/v1", api_key="none", max_retries=0) as aclient:
             answers: list[Any] = [
                 await aclient.completions.create(**text),
                 await aclient.chat.completions.create(**chat),
@@ -284,126 +261,20 @@ def test_the_clients_own_parser_reads_a_structured_answer(client: openai.OpenAI)
         client.chat.completions.parse(**body | {"max_tokens": 3}, response_format=Car)
 
 
-@pytest.mark.parametrize(
-    ("asked", "text"),
-    [
-        ({"regex": "(ab){3}"}, "ababab"),
-        ({"regex": "x{4}", "response_format": {"type": "text"}}, "xxxx"),
-        ({"grammar": 'start: "yes" "!"'}, "yes!"),
-        ({"json_schema": {"const": [1]}}, "[1]"),
-    ],
-)
-def test_what_generate_can_ask_of_a_text_can_be_asked_here(
-    client: openai.OpenAI, asked: dict[str, Any], text: str
-) -> None:
-    body: dict[str, Any] = {"model": "chatty", "max_tokens": 20, "extra_body": asked}
-    assert client.completions.create(prompt="x", **body).choices[0].text == text
-    chat = client.chat.completions.create(messages=HELLO, **body, stream=True)
-    assert "".join(chunk.choices[0].delta.content or "" for chunk in chat) == text
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"temperature": -1}, "temperature"),
-        ({"max_tokens": 0}, "max_tokens"),
-        ({"max_tokens": -1}, "max_tokens"),
-        ({"n": 200}, "n"),
-        ({"best_of": 3}, "best_of"),
-        ({"suffix": "x"}, "suffix"),
-        ({"prompt": []}, "prompt"),
-        ({"prompt": ["a", 1]}, "prompt"),
-        ({"prompt": [264]}, "prompt"),
-        ({"prompt": [[1], []]}, "prompt"),
-        ({"prompt": ["a"] * 65}, "prompt"),
-        ({"echo": True, "logprobs": 1}, "echo"),
-        ({"logprobs": 21}, "logprobs"),
-        ({"stop": ["", "c"]}, "stop.0"),
-        ({"stream_options": 5}, "stream_options"),
-        ({"guided_json": {}}, "guided_json"),
-        ({"guided_regex": "a"}, "guided_regex"),
-        ({"bad_words": ["x"]}, "bad_words"),
-        ({"regex": "a", "grammar": "start: /a/"}, "grammar"),
-        ({"regex": "a", "response_format": {"type": "json_object"}}, "regex"),
-        ({"regex": "a", "stop": "b"}, "stop"),
-        ({"regex": "("}, "regex"),
-        ({"logit_bias": {"999": 1}}, "logit_bias"),
-    ],
-)
-def test_a_wrong_completion_field_is_a_bad_request_naming_it(
-    client: openai.OpenAI, change: dict[str, Any], param: str
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.completions.create(**{"model": "chatty", "prompt": "x"}, extra_body=change)
-    assert caught.value.param == param and caught.value.type == "invalid_request_error"
-    assert param.split(".")[0] in caught.value.message
-
-
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"messages": []}, "messages"),
-        ({"messages": [{"role": "user", "content": None}]}, "messages.0.content"),
-        ({"messages": [{"role": "king", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "tool", "content": "x"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "messages.0.content"),
-        ({"messages": [{"role": "user", "content": "x", "name": "a b"}]}, "messages.0.name"),
-        ({"messages": [{"role": "assistant", "content": "x", "tool_calls": [{}]}]}, "messages.0.tool_calls"),
-        ({"messages": [*HELLO, {"role": "system", "content": "x"}]}, "messages"),
-        ({"tools": [{"type": "function"}]}, "tools"),
-        ({"tool_choice": "required"}, "tool_choice"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"logprobs": 3}, "logprobs"),
-        ({"max_tokens": 3, "max_completion_tokens": 4}, "max_tokens"),
-        ({"reasoning_effort": "high"}, "reasoning_effort"),
-        ({"modalities": ["audio"]}, "modalities"),
-        ({"store": True}, "store"),
-    ],
-)
-@pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_chat_field_is_a_bad_request_naming_it_before_the_stream(
-    client: openai.OpenAI, change: dict[str, Any], param: str, stream: bool
-) -> None:
-    with pytest.raises(openai.BadRequestError) as caught:
-        client.chat.completions.create(model="chatty", messages=HELLO, stream=stream, extra_body=change)
-    assert caught.value.param == param
-
-
-def test_what_asks_for_nothing_and_what_is_unknown_is_taken(client: openai.OpenAI) -> None:
-    harmless = {"best_of": 1, "suffix": "", "user": "me", "logprobs": None, "stop": None, "use_beam_search": False}
-    assert client.completions.create(model="chatty", prompt="x", extra_body=harmless | {"made_up": {"a": 1}})
-    harmless = {"tools": [], "tool_choice": "none", "store": False, "metadata": {"a": "b"}, "service_tier": "auto"}
-    assert client.chat.completions.create(model="chatty", messages=HELLO, max_tokens=2, extra_body=harmless)
-
-
-def test_errors_are_raised_as_the_right_classes(client: openai.OpenAI, live: Live) -> None:
-    with pytest.raises(openai.NotFoundError) as missing:
-        client.completions.create(model="m" * 10_000, prompt="x")
-    assert missing.value.code == "model_not_found" and len(missing.value.message) < 500
-    with pytest.raises(openai.BadRequestError) as long:
-        client.completions.create(model="chatty", prompt="x" * 300, max_tokens=10)
-    assert long.value.code == "context_length_exceeded"
-    assert long.value.body["max_context"] == 256 and long.value.body["prompt_tokens"] == 300  # type: ignore[index]
-    raw = httpx.post(live.url + "/v1/completions", content=b'{"prompt": "\\ud800"}')
-    assert raw.status_code == 400 and "surrogate" in raw.json()["error"]["message"]
-    response = httpx.post(live.url + "/v1/completions", content=b"x" * (2**20 + 1))
-    assert response.status_code == 413 and response.json()["error"]["code"] == "body_too_large"
-
-
-def test_the_client_comes_back_after_a_429_and_is_served(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serve(model=live.service.settings.model, slots=1, queue_limit=1) as small:
+def test_the_client_comes_back_after_a_429_and_is_served(chatty_live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serve(model=chatty_live.service.settings.model, slots=1, queue_limit=1) as small:
         body = {"model": "chatty", "prompt": "x", "max_tokens": 40, "ignore_eos": True}
         runner, gate = small.service.engine.runner, threading.Event()
         run = runner.run
         monkeypatch.setattr(runner, "run", lambda step: (gate.wait(0.1), run(step))[1])  # slow until it opens
         answers: list[int] = []
         threads = []
-        for seats in ((1, 0), (1, 1)):  # one runs, then one waits
+        for load in ((1, 0), (1, 1)):  # one runs, then one waits
             threads.append(
                 threading.Thread(target=lambda: answers.append(small.post("/v1/completions", **body).status_code))
             )
             threads[-1].start()
-            small.wait_for(seats)
+            small.wait_for(load)
         with openai.OpenAI(base_url=small.url + "/v1", api_key="none", max_retries=0) as impatient:
             with pytest.raises(openai.RateLimitError) as caught:
                 impatient.post("/completions", cast_to=object, body=body)
@@ -417,7 +288,7 @@ def test_the_client_comes_back_after_a_429_and_is_served(live: Live, monkeypatch
 
 
 def test_an_error_after_the_stream_began_is_raised_by_the_client(
-    client: openai.OpenAI, live: Live, monkeypatch: pytest.MonkeyPatch
+    client: openai.OpenAI, chatty_live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(logits: Any, draws: list[Draw]) -> list[Sampled | Exception]:
         error = LogitsError("logits at position 6 are not finite")
@@ -431,62 +302,12 @@ def test_an_error_after_the_stream_began_is_raised_by_the_client(
     assert text == "AAA" and caught.value.code == "engine_failure"
     with pytest.raises(openai.InternalServerError):
         client.completions.create(model="chatty", prompt="xyz", max_tokens=20)
-    live.wait_idle()
+    chatty_live.wait_idle()
 
 
-def test_tokenize_and_detokenize_are_inverse(live: Live) -> None:
-    tokens = live.post("/tokenize", prompt="hé🙂<|eos|>").json()
-    assert tokens == {"tokens": list("hé🙂<|eos|>".encode()), "count": 14, "max_model_len": 256}
-    assert live.post("/detokenize", tokens=tokens["tokens"]).json() == {"prompt": "hé🙂<|eos|>"}
-    assert live.post("/detokenize", tokens=[65, EOS, 263]).json() == {"prompt": "A<|eos|>"}
-    chat = live.post("/tokenize", messages=HELLO).json()["tokens"]
-    assert chat == [258, *b"user\nhello", 259, 10, 258, *b"assistant\n"]
-    for path, body in (
-        ("/tokenize", {}),
-        ("/tokenize", {"prompt": "x", "messages": HELLO}),
-        ("/tokenize", {"prompt": 5}),
-        ("/detokenize", {"tokens": [264]}),
-        ("/detokenize", {"tokens": [True]}),
-        ("/detokenize", {"tokens": "x"}),
-    ):
-        assert live.post(path, **body).status_code == 422
-    assert live.post("/tokenize", prompt="x", model="nope").status_code == 404
-
-
-@pytest.mark.parametrize(
-    "body",
-    [
-        {"messages": HELLO},
-        {"messages": HELLO, "chat_template_kwargs": {"add_generation_prompt": False}},
-        {"messages": [{"role": "assistant", "content": None, "tool_calls": []}, *HELLO], "tools": [], "user": "me"},
-        {"messages": [{"role": "developer", "content": "<|eos|>", "name": None}, *HELLO]},
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]}]},
-        {"messages": [{"role": "assistant", "content": "a", "tool_calls": [{"id": "1"}]}]},
-        {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
-        {"messages": [{"role": "user", "content": None}]},
-        {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
-        {"messages": [{"role": "tool", "content": "x"}]},
-        {"messages": [*HELLO, {"role": "system", "content": "refused by the template"}]},
-        {"messages": [None]},
-        {"messages": []},
-        {"messages": HELLO, "tools": [{"type": "function"}]},
-        {"messages": HELLO, "add_generation_prompt": False},
-        {"messages": HELLO, "chat_template_kwargs": []},
-    ],
-)
-def test_tokenize_counts_what_chat_counts_and_refuses_what_chat_refuses(live: Live, body: dict[str, Any]) -> None:
-    chat = live.post("/v1/chat/completions", **body, max_tokens=1)
-    counted = live.post("/tokenize", **body)
-    assert counted.is_success == chat.is_success
-    if chat.is_success:
-        assert counted.json()["count"] == chat.json()["usage"]["prompt_tokens"]
-    else:
-        assert counted.json() == chat.json()
-
-
-def test_a_closed_stream_of_many_prompts_frees_everything(live: Live) -> None:
+def test_a_closed_stream_of_many_prompts_frees_everything(chatty_live: Live) -> None:
     body = {"prompt": ["a", "b", "c"], "max_tokens": 200, "stream": True, "n": 2, "ignore_eos": True}
-    with httpx.stream("POST", live.url + "/v1/completions", json=body) as response:
+    with httpx.stream("POST", chatty_live.url + "/v1/completions", json=body) as response:
         next(response.iter_raw())
-    live.wait_idle()
-    assert len(live.service.streams) == 0
+    chatty_live.wait_idle()
+    assert len(chatty_live.service.streams) == 0

@@ -14,10 +14,9 @@ from typing import Any
 import pytest
 from live import CLIENT, Live, serve, stream_raw
 
-from tokenteller.server.api import page as page_room
-from tokenteller.server.api import pool as pool_room
+from tokenteller.server.api import page, pool_feed
 
-HERE = Path(page_room.__file__).parent
+HERE = Path(page.__file__).parent
 FLAGS = ["--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--disable-background-networking"]
 FLAGS += ["--disable-component-update", "--disable-sync"]
 PROMPT = ".composer textarea"
@@ -223,20 +222,20 @@ def test_all_who_look_share_one_picture_and_it_is_taken_only_while_somebody_look
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     taken: list[float] = []
-    snapshot = pool_room.snapshot
-    monkeypatch.setattr(pool_room, "snapshot", lambda *parts: (taken.append(time.monotonic()), snapshot(*parts))[1])
+    snapshot = pool_feed.snapshot
+    monkeypatch.setattr(pool_feed, "snapshot", lambda *parts: (taken.append(time.monotonic()), snapshot(*parts))[1])
     with ThreadPoolExecutor(8) as threads:
         seen = list(threads.map(lambda _: pictures(live, 4), range(8)))
     assert len(taken) < 16  # not 8 times 4
     assert len(set().union(*seen)) <= len(taken)
-    time.sleep(3 * pool_room.PERIOD_S)
+    time.sleep(3 * pool_feed.PERIOD_S)
     before = len(taken)
-    time.sleep(3 * pool_room.PERIOD_S)
+    time.sleep(3 * pool_feed.PERIOD_S)
     assert len(taken) == before
 
 
 def test_one_more_who_looks_than_there_is_room_for_is_refused(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pool_room, "VIEWERS", 1)
+    monkeypatch.setattr(pool_feed, "MAX_VIEWERS", 1)
     assert CLIENT.head(live.url + "/pool").status_code == 200
     with CLIENT.stream("GET", live.url + "/pool") as first:
         looking = first.iter_raw()  # an iterator that is dropped closes the connection

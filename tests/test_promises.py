@@ -113,7 +113,7 @@ def keep_asking(live: Live, requests: int, clients: int, rng: random.Random) -> 
     [("peak", 60, 16), ("reserve", 60, 16), pytest.param("peak", 200, 200, marks=pytest.mark.slow)],
 )
 def test_nobody_gets_its_slot_later_than_told(rand: Path, rule: str, requests: int, clients: int) -> None:
-    pool = {"slots": 6, "kv_memory": 384 * 1024, "prefill_chunk": 16, "stream_buffer": 4096}
+    pool = {"slots": 6, "kv_memory": 384 * 1024, "prefill_chunk": 16, "buffer_tokens": 4096}
     with serve(model=str(rand), admission=rule, **pool) as live:
         promises = Promises(live)
         keep_asking(live, requests, clients, random.Random(1))

@@ -143,7 +143,7 @@ def test_a_server_says_the_same_whether_it_drafts_or_not() -> None:
 def test_pool_and_ledger_agree_while_drafts_are_wrong_clients_leave_and_readers_stop(rand: Path) -> None:
     """A small random model soon repeats itself, but not for long at this temperature."""
     rng = random.Random(2)
-    with serve(model=str(rand), slots=8, kv_memory=768 * 1024, speculate=8, stream_buffer=8) as live:
+    with serve(model=str(rand), slots=8, kv_memory=768 * 1024, speculate=8, buffer_tokens=8) as live:
 
         def one(at: int) -> None:
             body = {"prompt": [at % 7] * rng.randrange(1, 60), "max_tokens": 150, "temperature": 0.3, "seed": at}

@@ -35,7 +35,7 @@ def bearer(key: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(
-    "path", ["/slots", "/plan", "/metrics", "/openapi.json", "/nowhere", "//health", "/health/", "/v1/models"]
+    "path", ["/slots", "/plan", "/metrics", "/openapi.json", "/nowhere", "//health", "/slots/", "/v1/models"]
 )
 def test_every_path_asks_for_a_key(locked: Live, path: str) -> None:
     for headers in ({}, bearer("first-key-0124"), bearer("x"), bearer(KEYS[0][:-1]), {"Authorization": KEYS[0]}):
@@ -59,6 +59,7 @@ def test_each_key_opens_and_probes_need_none(locked: Live, key: str) -> None:
     assert CLIENT.post(locked.url + "/generate", json=body, headers=bearer(key)).status_code == 200
     assert CLIENT.get(locked.url + "/slots", headers={"Authorization": f"bearer {key}"}).status_code == 200
     assert CLIENT.get(locked.url + "/health").status_code == CLIENT.head(locked.url + "/ready").status_code == 200
+    assert CLIENT.get(locked.url + "/health/").status_code == 200
 
 
 def test_no_secret_is_in_metrics_plan_errors_or_the_settings_own_words(locked: Live) -> None:

@@ -25,7 +25,7 @@ from tokenteller.server.errors import SlowReader
 @pytest.fixture(scope="module")
 def crowd(rand: Path) -> Iterator[Live]:
     """A server with 16 slots, small prefill chunks and a short patience with slow readers."""
-    with serve(model=str(rand), slots=16, prefill_chunk=16, stream_buffer=32, slow_reader_timeout=1.0) as server:
+    with serve(model=str(rand), slots=16, prefill_chunk=16, buffer_tokens=32, slow_reader_timeout=1.0) as server:
         yield server
 
 
@@ -94,7 +94,7 @@ def test_a_client_that_leaves_frees_its_slot(crowd: Live, stream: bool, delay: f
 
 def test_a_reader_that_stops_is_held_and_then_ended_while_others_go_on(rand: Path) -> None:
     """The socket's own buffers swallow a small answer, so the reader is stopped inside: nothing is taken out."""
-    with serve(0.003, model=str(rand), slots=2, stream_buffer=8, slow_reader_timeout=0.5) as live:
+    with serve(0.003, model=str(rand), slots=2, buffer_tokens=8, slow_reader_timeout=0.5) as live:
         stalled = open_socket(live, prompt="x", max_tokens=250, ignore_eos=True)
         streams = live.service.streams
         while not streams._open:
@@ -145,7 +145,7 @@ def test_what_is_ready_together_goes_out_in_one_write(
 @pytest.mark.parametrize("pause", [0.0, 1.0])
 def test_silence_is_told_and_tokens_are_none(rand: Path, monkeypatch: pytest.MonkeyPatch, pause: float) -> None:
     """Tokens come faster than that for longer than that, and once not."""
-    monkeypatch.setattr("tokenteller.server.api.stream.SILENCE_S", 0.3)
+    monkeypatch.setattr("tokenteller.server.api.stream.KEEP_ALIVE_S", 0.3)
     with serve(0.03, model=str(rand), slots=1) as live:
         runner = live.service.engine.runner
         run, steps = runner.run, iter(range(100))

@@ -21,11 +21,12 @@ from tokenteller.model.kv_pool import KVPool
 from tokenteller.model.machine import usable_cpus
 from tokenteller.model.sampler import LogitsError
 from tokenteller.server.api import generate, openai, operations, page
-from tokenteller.server.api.door import Door, Origins
-from tokenteller.server.api.life import Watch, tell_stats
-from tokenteller.server.api.pool import Picture
+from tokenteller.server.api.admission import QueueLimits
+from tokenteller.server.api.lifecycle import Watchdog, log_stats
+from tokenteller.server.api.middleware import Cors, Middleware
+from tokenteller.server.api.pool_feed import PoolFeed
 from tokenteller.server.api.service import Service, service_of
-from tokenteller.server.api.stream import Streams
+from tokenteller.server.api.streams import Streams
 from tokenteller.server.engine.admission import SURE_ROWS, Admission
 from tokenteller.server.engine.decision_log import DecisionLog
 from tokenteller.server.engine.engine import Engine
@@ -79,10 +80,10 @@ def create_app(settings: ServeSettings) -> FastAPI:
         )
         streams = _streams(settings, checkpoint, engine, metrics)
         app.state.service = service = Service(settings, checkpoint.name, plan, engine, streams, metrics)
-        app.state.picture = Picture(service)
+        app.state.pool_feed = PoolFeed(service)
         metrics.show_levels(lambda: operations.levels(service, loop), operations.build_info(service), layout)
         engine.start()
-        tasks = [asyncio.create_task(work) for work in (Watch(streams).run(), tell_stats(service))]
+        tasks = [asyncio.create_task(work) for work in (Watchdog(streams).run(), log_stats(service))]
         try:
             yield
         finally:
@@ -123,10 +124,8 @@ def _streams(settings: ServeSettings, checkpoint: Checkpoint, engine: Engine, me
         engine,
         checkpoint.tokenizer,
         vocab_size=checkpoint.config.vocab_size,
-        buffer_tokens=settings.stream_buffer,
         slow_reader_s=settings.slow_reader_timeout,
-        queue_limit=settings.queue_limit,
-        queue_tokens=settings.queue_tokens,
+        queue_limits=QueueLimits(settings.queue_limit, settings.queue_tokens),
         model_name=checkpoint.name,
         metrics=metrics,
     )
@@ -162,9 +161,9 @@ def _face(settings: ServeSettings, lifespan: Lifespan[FastAPI], metrics: Metrics
         redirect_slashes=False,
         responses=REFUSALS,
     )
-    app.add_middleware(Door, metrics=metrics, keys=[key.get_secret_value() for key in settings.api_key])
-    if settings.cors_origin:  # around the door: a browser's preflight carries no key
-        app.add_middleware(Origins, metrics=metrics, origins=settings.cors_origin)
+    app.add_middleware(Middleware, metrics=metrics, keys=[key.get_secret_value() for key in settings.api_key])
+    if settings.cors_origin:  # outermost: a browser's preflight carries no key
+        app.add_middleware(Cors, metrics=metrics, origins=settings.cors_origin)
     app.include_router(generate.router)
     app.include_router(openai.router)
     app.include_router(operations.router)

@@ -11,7 +11,7 @@ from types import FrameType
 import uvicorn
 from fastapi import FastAPI
 
-from tokenteller.server.api.life import Drain
+from tokenteller.server.api.lifecycle import Drain
 from tokenteller.server.api.protocol import Protocol
 from tokenteller.server.settings import ServeSettings
 

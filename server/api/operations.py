@@ -1,4 +1,4 @@
-"""Health, readiness, the plan and the slots."""
+"""Operations: health, readiness, metrics, the memory plan, slots, the live pool, single requests."""
 
 from __future__ import annotations
 
@@ -13,46 +13,48 @@ from prometheus_client import CONTENT_TYPE_PLAIN_0_0_4
 
 from tokenteller.server import logs
 from tokenteller.server.api import sse
-from tokenteller.server.api.body import answers
-from tokenteller.server.api.pool import Picture
+from tokenteller.server.api.openapi import responds_with
+from tokenteller.server.api.pool_feed import PoolFeed
 from tokenteller.server.api.service import Service, service_of
 from tokenteller.server.engine.runner import Runner
 from tokenteller.server.engine.scheduler import Scheduler
 from tokenteller.server.engine.waiting import request_state
 from tokenteller.server.errors import NotFound, Unavailable
-from tokenteller.server.metrics import WAITING_FOR, Levels
+from tokenteller.server.gauges import WAITING_FOR, Levels
 
 router = APIRouter()
 T = TypeVar("T")
 
+ANSWER_S = 2.0  # for the engine, which answers between two steps
+
 
 @router.get("/health")
 async def health(request: Request) -> JSONResponse:
-    """Whether the process lives and its engine is neither dead nor stuck. Never waits for the engine."""
+    """Liveness: the process is up and its engine neither dead nor stuck. Never waits for the engine."""
     service = service_of(request)
-    sick = service.streams.sick()
-    if sick is None:
+    reason = service.streams.unhealthy()
+    if reason is None:
         return JSONResponse({"status": "ok", "model": service.model_name})
-    return JSONResponse({"status": "stuck" if service.engine.alive else "dead", "reason": sick}, status_code=503)
+    return JSONResponse({"status": "stuck" if service.engine.alive else "dead", "reason": reason}, status_code=503)
 
 
 @router.get("/ready")
 async def ready(request: Request) -> JSONResponse:
-    """Whether a request sent now would be taken."""
+    """Readiness: a request sent now would be accepted."""
     service = service_of(request)
-    service.streams.check_open()
+    service.streams.check_ready()
     return JSONResponse({"status": "ready", "model": service.model_name})
 
 
 @router.get("/plan")
 async def plan(request: Request) -> JSONResponse:
-    """What the KV memory formula allows here."""
+    """The memory plan, the same as `tokenteller plan --json`."""
     return JSONResponse(service_of(request).plan.to_json())
 
 
 @router.get("/slots")
 async def slots(request: Request) -> JSONResponse:
-    """Every slot and the pool's bytes: by the formula, by the ledger, and by the kernel."""
+    """Every slot, and the pool's bytes by the formula, by the ledger and by the kernel."""
     return JSONResponse(await ask(service_of(request), _slots))
 
 
@@ -78,36 +80,36 @@ def _slots(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
     return {"pool": pool, "slots": rows, "waiting": len(scheduler.waiting)}
 
 
-@router.get("/pool", openapi_extra=answers("text/event-stream"))
+@router.get("/pool", openapi_extra=responds_with("text/event-stream"))
 async def pool(request: Request) -> Response:
-    """The live picture of the pool, as SSE, five times a second."""
-    picture: Picture = request.app.state.picture
+    """The pool live, as SSE, five times a second."""
+    feed: PoolFeed = request.app.state.pool_feed
     if request.scope.get("head"):
         return Response(media_type="text/event-stream", headers=sse.HEADERS)
-    leave = picture.enter()
-    return sse.EventStreamResponse(picture.frames(), leave, {})
+    leave = feed.join()
+    return sse.EventStreamResponse(feed.frames(), leave, {})
 
 
 @router.get("/requests/{id}")
 async def one_request(request: Request, id: str) -> JSONResponse:
-    """How a request stands: why it waits and until when at the latest, or what it holds."""
+    """An open request: why it waits and its latest start, or what it holds."""
     service = service_of(request)
     stream = service.streams.find(id)
-    told = None if stream is None else await ask(service, lambda s, _: request_state(s, stream.request.id))
-    if told is None:
-        raise NotFound(f"no request {id[:128]!r} waits or runs here")
-    return JSONResponse(told)
+    state = None if stream is None else await ask(service, lambda s, _: request_state(s, stream.request.id))
+    if state is None:
+        raise NotFound(f"no request {id[:128]!r} is waiting or running")
+    return JSONResponse(state)
 
 
-@router.get("/metrics", openapi_extra=answers("text/plain"))
+@router.get("/metrics", openapi_extra=responds_with("text/plain"))
 async def metrics(request: Request) -> Response:
-    """The Prometheus exposition. Answers whether or not the engine does."""
-    text = await asyncio.to_thread(service_of(request).metrics.text)  # the kernel's figure takes milliseconds to read
+    """The Prometheus exposition. Works whatever the engine does."""
+    text = await asyncio.to_thread(service_of(request).metrics.text)  # reading the kernel's figure takes milliseconds
     return Response(text, media_type=CONTENT_TYPE_PLAIN_0_0_4)
 
 
 def levels(service: Service, loop: asyncio.AbstractEventLoop) -> Levels:
-    """The present levels, read from beside the engine thread: each figure is true, though not all at one instant."""
+    """The gauges' values, read while the engine runs: each is true, though not all at the same instant."""
     scheduler, streams = service.engine.scheduler, service.streams
     ledger = scheduler.ledger
     running, waiting = list(scheduler.running), len(scheduler.waiting)
@@ -128,25 +130,25 @@ def levels(service: Service, loop: asyncio.AbstractEventLoop) -> Levels:
         kernel_bytes=service.engine.runner.pool.resident_bytes(),
         kept_bytes=ledger.cached_bytes,
         peak_demand_bytes=scheduler.admission.peak_demand_bytes,
-        healthy=streams.sick() is None,
+        healthy=streams.unhealthy() is None,
         draining=streams.drain_until is not None,
         tasks=len(asyncio.all_tasks(loop)),
         log_lines_dropped=logs.dropped(),
-        guessed=scheduler.counts.drafted,
-        accepted=scheduler.counts.accepted,
+        draft_tokens=scheduler.counts.drafted,
+        accepted_tokens=scheduler.counts.accepted,
     )
 
 
 def build_info(service: Service) -> dict[str, str]:
-    """What is running, for tokenteller_build_info."""
+    """The labels of tokenteller_build_info."""
     weights = service.engine.runner.decoder.storage
     return {"version": version("tokenteller"), "model": service.model_name, "weights": weights}
 
 
 async def ask(service: Service, question: Callable[[Scheduler, Runner], T]) -> T:
-    """The engine's answer between two steps. Raises Unavailable when it does not come within 2 s."""
+    """The engine's answer, between two steps. Raises Unavailable after ANSWER_S."""
     try:
-        async with asyncio.timeout(2.0):
+        async with asyncio.timeout(ANSWER_S):
             return await asyncio.wrap_future(service.engine.ask(question))
     except TimeoutError:
-        raise Unavailable("the engine did not answer within 2 s", retry_after_s=2) from None
+        raise Unavailable(f"the engine did not answer within {ANSWER_S:g} s", retry_after_s=2) from None

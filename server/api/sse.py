@@ -1,4 +1,4 @@
-"""Server-sent events: the one encoder, and the response that always closes its stream."""
+"""Server-sent events: the one encoder, and a response that always closes its stream."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 DONE = b"data: [DONE]\n\n"
 HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
-_BEYOND_ASCII = re.compile(r"[^\x00-\x7f]")
+_NON_ASCII = re.compile(r"[^\x00-\x7f]")
 
 
 def _escape(match: re.Match[str]) -> str:
@@ -22,11 +22,11 @@ def _escape(match: re.Match[str]) -> str:
 
 
 def json_line(value: Any) -> bytes:
-    """One line of pure ASCII JSON: U+2028, U+0085 and their kind would break clients that split lines by Unicode."""
+    """One line of ASCII JSON. Raw U+2028 or U+0085 would break clients that split lines by Unicode's rules."""
     encoded = orjson.dumps(value)
     if encoded.isascii():
         return encoded
-    return _BEYOND_ASCII.sub(_escape, encoded.decode()).encode()
+    return _NON_ASCII.sub(_escape, encoded.decode()).encode()
 
 
 def frame(value: Any) -> bytes:
@@ -35,12 +35,12 @@ def frame(value: Any) -> bytes:
 
 
 def comment(text: str) -> bytes:
-    """A line that clients skip; keeps the connection alive and tells a reader why it waits."""
+    """A comment, which clients skip; it keeps the connection alive."""
     return b": " + text.encode("ascii", "replace").replace(b"\n", b" ") + b"\n\n"
 
 
 class EventStreamResponse(StreamingResponse):
-    """A StreamingResponse of ready-made frames. `close` runs however it ends, also when the client has gone."""
+    """Streams encoded frames. `close` runs however the response ends, also when the client disconnects."""
 
     def __init__(self, frames: AsyncIterator[bytes], close: Callable[[], None], headers: dict[str, str]) -> None:
         super().__init__(frames, headers=HEADERS | headers)
@@ -51,4 +51,4 @@ class EventStreamResponse(StreamingResponse):
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.close()  # the generator itself may only be collected later
+            self.close()  # the garbage collector may finalize the generator much later

@@ -14,9 +14,9 @@ from fastapi import FastAPI
 from tokenteller.model.kv_memory import rows_max, size
 from tokenteller.model.sampler import SamplingParams
 from tokenteller.server.api import app as root
-from tokenteller.server.api.generate import frames
+from tokenteller.server.api.generate import NativeAnswer
 from tokenteller.server.api.service import Service
-from tokenteller.server.api.stream import Wanted
+from tokenteller.server.api.streams import GenerationRequest
 from tokenteller.server.bench.clock import Clock, StepClock
 from tokenteller.server.bench.kernels import kernel_seconds, roofline
 from tokenteller.server.bench.report import PARTS
@@ -105,8 +105,8 @@ async def _decode(
 
     async def read(number: int) -> None:
         sampling = SamplingParams(settings.temperature, seed=number)
-        wanted = Wanted(f"bench-{number}", prompt, _tokens(settings), sampling, ignore_eos=True)
-        async for _ in frames(service, await service.streams.open(wanted)):
+        asked = GenerationRequest(f"bench-{number}", prompt, _tokens(settings), sampling, ignore_eos=True)
+        async for _ in NativeAnswer(service, await service.streams.open(asked)).frames():
             pass
 
     clock.measure(rows)

@@ -1,4 +1,4 @@
-"""Life and end of a server: the watch over the engine's pulse, and the drain. On the event loop only."""
+"""While the server runs: the engine watchdog and the statistics line; at its end: draining. On the event loop only."""
 
 from __future__ import annotations
 
@@ -9,35 +9,36 @@ from contextlib import suppress
 from pathlib import Path
 
 from tokenteller.server.api.service import Service
-from tokenteller.server.api.stream import Streams
+from tokenteller.server.api.streams import Streams
 from tokenteller.server.engine.heartbeat import Heartbeat
 
 log = logging.getLogger("tokenteller")
 
 TICK_S = 0.25
+GIVE_UP_S = 5.0  # how long an unhealthy engine is given at least, whatever --shutdown-timeout says
 
 
-def seconds_in_line() -> dict[str, float]:
-    """How long each thread of this process has been ready to run without a processor, by the kernel; Linux only."""
+def run_queue_seconds() -> dict[str, float]:
+    """Per thread of this process, seconds spent runnable but waiting for a CPU. Empty where there is no /proc."""
     waited = {}
     for file in Path("/proc/self/task").glob("*/schedstat"):
-        with suppress(OSError, IndexError):  # a thread that has just ended
+        with suppress(OSError, IndexError):  # the thread has just ended
             waited[file.parent.name] = int(file.read_text().split()[1]) / 1e9
     return waited
 
 
-class Watch:
-    """Compares the engine's pulse tick by tick; an engine without a new one for too long is stuck.
+class Watchdog:
+    """Declares the engine stuck when its heartbeat does not change for too long.
 
-    It counts its own ticks and not the clock, so that a process that was stopped for a while finds no fault at waking;
-    and of each tick only the part in which no thread of ours stood in line for a processor: to starve is not to hang.
+    Time is counted in ticks, not by the clock, so a process that was suspended finds nothing wrong when it wakes. Time
+    in which one of our threads waited for a CPU does not count either: a starved engine is not a stuck one.
     """
 
     def __init__(self, streams: Streams) -> None:
         self._streams = streams
-        self._seen: Heartbeat | None = None
+        self._last: Heartbeat | None = None
         self._still_s = 0.0
-        self._in_line: dict[str, float] = {}
+        self._waited: dict[str, float] = {}
 
     async def run(self) -> None:
         while True:
@@ -45,27 +46,28 @@ class Watch:
             self.tick()
 
     def tick(self) -> None:
-        """One look. A verdict ends every stream; it is taken back when the engine goes on after all."""
-        streams, pulse = self._streams, self._streams.engine.heartbeat
-        in_line = seconds_in_line()
-        starved = max((waited - self._in_line.get(thread, 0.0) for thread, waited in in_line.items()), default=0.0)
-        self._in_line = in_line
-        self._still_s += max(0.0, TICK_S - starved)
-        if pulse is None or pulse != self._seen:
+        """One check. A stuck engine fails every stream; it is trusted again as soon as it moves."""
+        streams, heartbeat = self._streams, self._streams.engine.heartbeat
+        waited = run_queue_seconds()
+        starved_s = max((seconds - self._waited.get(thread, 0.0) for thread, seconds in waited.items()), default=0.0)
+        self._waited = waited
+        self._still_s += max(0.0, TICK_S - starved_s)
+        if heartbeat is None or heartbeat != self._last:
             self._still_s = 0.0
-        self._seen = pulse
-        stuck = pulse is not None and self._still_s >= pulse.deadline_s
-        if stuck and pulse is not None and streams.stuck is None:
-            streams.stuck = f"the engine made no progress for {pulse.deadline_s:.3g} s"
-            log.error("engine stuck", extra={"fields": {"round": pulse.round, "patience_s": pulse.deadline_s}})
-            streams.fail_all(streams.stuck)
-        elif not stuck and streams.stuck is not None:
-            log.warning("engine goes on", extra={"fields": {"stuck": streams.stuck}})
+        self._last = heartbeat
+        if heartbeat is not None and self._still_s >= heartbeat.deadline_s:
+            if streams.stuck is None:
+                streams.stuck = f"the engine made no progress for {heartbeat.deadline_s:.3g} s"
+                fields = {"round": heartbeat.round, "deadline_s": heartbeat.deadline_s}
+                log.error("engine stuck", extra={"fields": fields})
+                streams.fail_all(streams.stuck)
+        elif streams.stuck is not None:
+            log.warning("engine recovered", extra={"fields": {"stuck": streams.stuck}})
             streams.stuck = None
 
 
-async def tell_stats(service: Service, every_s: float = 10.0) -> None:
-    """A line of figures every so often, as long as there is anything to tell."""
+async def log_stats(service: Service, every_s: float = 10.0) -> None:
+    """Logs throughput and load every `every_s` seconds, unless the server is idle."""
     metrics, engine = service.metrics, service.engine
     tokens, requests = metrics.tokens_generated, metrics.requests_served
     while True:
@@ -89,30 +91,30 @@ async def tell_stats(service: Service, every_s: float = 10.0) -> None:
 
 
 class Drain:
-    """The end: no new requests, running streams may finish until the deadline, then they end with `shutdown`.
+    """Shutdown: refuse new requests, let running streams finish until the deadline, end the rest with `shutdown`.
 
-    An engine that stays dead or stuck for as long ends the server too, with exit code 1, so that a supervisor sees it.
+    An engine that stays dead or stuck ends the server too, with exit code 1, so that a supervisor restarts it.
     """
 
     def __init__(self, streams: Streams, timeout_s: float) -> None:
         self._streams = streams
         self._timeout_s = timeout_s
-        self._sick_since: float | None = None
+        self._unhealthy_since: float | None = None
         self.exit_code = 0
 
     def begin(self) -> None:
-        """Starts to drain; a second call ends what still runs at the next tick."""
+        """Starts draining. A second call moves the deadline to now."""
         now = time.monotonic()
         self._streams.drain_until = now + self._timeout_s if self._streams.drain_until is None else now
 
     @property
     def seconds_left(self) -> float:
-        """Until the deadline of a drain that has begun."""
+        """Until the deadline, once draining."""
         assert self._streams.drain_until is not None
         return max(0.0, self._streams.drain_until - time.monotonic())
 
     def tick(self) -> bool:
-        """Whether the server should close its sockets now."""
+        """Whether to close the sockets now."""
         streams = self._streams
         if streams.drain_until is not None:
             if len(streams) and not self.seconds_left:
@@ -120,16 +122,16 @@ class Drain:
                 streams.finish_all("shutdown")
             streams.closing = not len(streams)
         else:
-            streams.closing = self._given_up()
+            streams.closing = self._engine_is_lost()
         return streams.closing
 
-    def _given_up(self) -> bool:
+    def _engine_is_lost(self) -> bool:
         now = time.monotonic()
-        if self._streams.sick() is None:
-            self._sick_since = None
+        if self._streams.unhealthy() is None:
+            self._unhealthy_since = None
             return False
-        self._sick_since = self._sick_since or now
-        if now - self._sick_since < max(self._timeout_s, 5.0):
+        self._unhealthy_since = self._unhealthy_since or now
+        if now - self._unhealthy_since < max(self._timeout_s, GIVE_UP_S):
             return False
         self.exit_code = 1
         self._streams.drain_until = now

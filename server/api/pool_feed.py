@@ -1,4 +1,4 @@
-"""The live picture of the pool: taken only while somebody looks, a few times a second, once for all who look."""
+"""GET /pool: snapshots of the pool as SSE. Taken only while somebody watches, and once for all who do."""
 
 from __future__ import annotations
 
@@ -23,88 +23,89 @@ from tokenteller.server.errors import Unavailable
 from tokenteller.server.metrics import PER_TOKEN, Metrics
 
 PERIOD_S = 0.2
-VIEWERS = 32
+MAX_VIEWERS = 32
 WAITING_SHOWN = 20
-POINTS = 120  # of a demand curve
+CURVE_POINTS = 120
 
 
-class Picture:
-    """What `GET /pool` streams. A viewer that is slow misses pictures; nobody waits for it."""
+class PoolFeed:
+    """A snapshot every PERIOD_S for all viewers. A slow viewer misses some; nobody waits for it."""
 
     def __init__(self, service: Service) -> None:
         self._service = service
-        self._pace = Pace(service.metrics)
+        self._rates = Rates(service.metrics)
         self._viewers: set[object] = set()
         self._task: asyncio.Task[None] | None = None
-        self._taken = asyncio.Event()
+        self._updated = asyncio.Event()
         self._frame = b""
-        self._last: dict[str, Any] = {}
+        self._snapshot: dict[str, Any] = {}
         self._kernel_bytes = 0
         self._kernel_read_at = -math.inf
 
-    def enter(self) -> Callable[[], None]:
-        """One more looks, until what it gives back is called. Raises Unavailable when too many do already."""
-        if len(self._viewers) >= VIEWERS:
-            raise Unavailable(f"{VIEWERS} look at the pool already; come back later", retry_after_s=10)
+    def join(self) -> Callable[[], None]:
+        """Registers a viewer; the function it returns removes it. Raises Unavailable if there are too many."""
+        if len(self._viewers) >= MAX_VIEWERS:
+            raise Unavailable(f"the limit of {MAX_VIEWERS} viewers is reached; retry later", retry_after_s=10)
         viewer = object()
         self._viewers.add(viewer)
         return lambda: self._viewers.discard(viewer)
 
     async def frames(self) -> AsyncIterator[bytes]:
-        """One SSE frame after the other, until the server closes."""
+        """SSE frames until the server shuts down."""
         if self._task is None or self._task.done():
-            self._taken = asyncio.Event()
-            self._task = asyncio.create_task(self._keep_taking())
+            self._updated = asyncio.Event()
+            self._task = asyncio.create_task(self._run())
         task = self._task
         while True:
-            await self._taken.wait()
+            await self._updated.wait()
             if task.done():
                 return
             yield self._frame
 
-    async def _keep_taking(self) -> None:
+    async def _run(self) -> None:
         try:
             while self._viewers and not self._service.streams.closing:
                 self._frame = sse.frame(await self._take())
-                taken, self._taken = self._taken, asyncio.Event()
-                taken.set()
+                updated, self._updated = self._updated, asyncio.Event()
+                updated.set()
                 await asyncio.sleep(PERIOD_S)
         finally:
-            self._taken.set()  # nobody waits for a picture that never comes
+            self._updated.set()  # nobody may wait for a snapshot that never comes
 
     async def _take(self) -> dict[str, Any]:
         service, now = self._service, time.monotonic()
         engine, streams = service.engine, service.streams
-        if now - self._kernel_read_at > 1.0:  # it takes milliseconds to read
+        if now - self._kernel_read_at > 1.0:  # reading it takes milliseconds
             self._kernel_read_at = now
             self._kernel_bytes = await asyncio.to_thread(engine.runner.pool.resident_bytes)
-        with suppress(TimeoutError):  # a stuck engine shows its last picture
+        with suppress(TimeoutError):  # a stuck engine shows its last snapshot
             async with asyncio.timeout(1.0):
-                self._last = await asyncio.wrap_future(engine.ask(snapshot))
-        sick, draining = streams.sick(), streams.drain_until is not None
-        state = ("stuck" if engine.alive else "dead") if sick else "draining" if draining else "ok"
-        for one in self._last.get("waiting", ()):
-            one["waited_s"] = streams.waited_s(one["id"])
-        picture = {"t": round(now, 3), "state": state, "kernel": self._kernel_bytes, "pace": self._pace.at(now)}
-        return picture | self._last
+                self._snapshot = await asyncio.wrap_future(engine.ask(snapshot))
+        state = "draining" if streams.drain_until is not None else "ok"
+        if streams.unhealthy():
+            state = "stuck" if engine.alive else "dead"
+        for waiting in self._snapshot.get("waiting", ()):
+            waiting["waited_s"] = streams.waited_s(waiting["id"])
+        fields = {"t": round(now, 3), "state": state, "kernel": self._kernel_bytes, "pace": self._rates.at(now)}
+        return fields | self._snapshot
 
 
 def snapshot(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
-    """Who holds what, who waits, and what is still to come. On the engine's thread, between two steps."""
+    """Slots, bytes, queue and future demand, between two steps. Runs on the engine thread."""
     ledger, layout, timeline = scheduler.ledger, scheduler.ledger.layout, scheduler.timeline
-    kept = ledger.cached_bytes
-    held = ledger.committed_bytes - kept
+    cached = ledger.cached_bytes
+    held = ledger.committed_bytes - cached
     demand = scheduler.admission.running_demand()
     last = max([timeline.now + len(demand), *(s.reservation.end + 1 for s in scheduler.waiting if s.reservation)])
     steps = min(last - timeline.now, 8 * max(len(demand), 64))
-    together = timeline.totals(timeline.now, steps)[BYTES]
-    binds = "kv_bytes" if ledger.free_slots else "slot"
+    with_waiting = timeline.totals(timeline.now, steps)[BYTES]
+    reason = "kv_bytes" if ledger.free_slots else "slot"
     shown = scheduler.waiting[:WAITING_SHOWN]
     return {
         "pool": {
             "budget": ledger.budget_bytes,
             "held": held,
-            "kept": kept,
+            "kept": cached,
             "owed": max(0, int(demand.max(initial=0)) - held),
         },
         "slots": ledger.slots,
@@ -115,7 +116,7 @@ def snapshot(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
                 "id": s.request.id,
                 "index": s.index,
                 "bytes": layout.committed(s.request.rows_max),
-                "for": binds,
+                "for": reason,
                 "latest_s": latest_start_s(scheduler, s),
             }
             for s in shown
@@ -123,22 +124,22 @@ def snapshot(scheduler: Scheduler, runner: Runner) -> dict[str, Any]:
         "more_waiting": len(scheduler.waiting) - len(shown),
         "demand": {
             "seconds": seconds_until(scheduler, timeline.now + steps),
-            "running": thinned(demand, steps),
-            "all": thinned(together, steps),
+            "running": downsampled(demand, steps),
+            "all": downsampled(with_waiting, steps),
         },
     }
 
 
-def thinned(values: NDArray[np.int64], steps: int) -> list[int]:
-    """A curve of at most POINTS points: the highest value of each stretch of `steps`, so that no peak is lost."""
-    stretch = max(1, -(-steps // POINTS))
+def downsampled(values: NDArray[np.int64], steps: int) -> list[int]:
+    """A curve over `steps` as at most CURVE_POINTS points: the maximum of each stretch, so no peak is lost."""
+    stretch = max(1, -(-steps // CURVE_POINTS))
     padded = np.concatenate([values, np.zeros(-len(values) % stretch, values.dtype)])
-    highest: list[int] = padded.reshape(-1, stretch).max(axis=1, initial=0).tolist()
-    return highest
+    maxima: list[int] = padded.reshape(-1, stretch).max(axis=1, initial=0).tolist()
+    return maxima
 
 
-class Pace:
-    """Tokens a second and the longest gaps, over the last second."""
+class Rates:
+    """Tokens per second and the 99th percentile of token gaps, over the last second."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
@@ -157,11 +158,11 @@ class Pace:
         }
 
 
-def quantile(counts: list[int], share: float) -> float | None:
-    """The value below which `share` of the gaps lie, interpolated in its bucket; None without any."""
-    wanted, below = share * sum(counts), 0
+def quantile(counts: list[int], q: float) -> float | None:
+    """The q-quantile of a PER_TOKEN histogram, interpolated inside its bucket; None if it is empty."""
+    rank, below = q * sum(counts), 0
     for count, low, high in zip(counts, (0.0, *PER_TOKEN), (*PER_TOKEN, 2 * PER_TOKEN[-1]), strict=True):
-        if count and below + count >= wanted:
-            return low + (high - low) * (wanted - below) / count
+        if count and below + count >= rank:
+            return low + (high - low) * (rank - below) / count
         below += count
     return None

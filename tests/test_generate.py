@@ -194,7 +194,7 @@ def test_logprobs_do_not_depend_on_how_the_token_is_drawn(live: Live) -> None:
     for change in ({"temperature": 2.0}, {"top_p": 0.1}, {"top_k": 2}, {"repetition_penalty": 2.0}):
         entry = live.generate("logprobs", **{"max_tokens": 1, "logprobs": 5, **change})["choices"][0]["logprobs"][0]
         assert entry["top"] == plain["top"]
-    only = live.generate("logprobs", max_tokens=2, logprobs=0)["choices"][0]["logprobs"]
+    only = live.generate("logprobs", max_tokens=2, logprobs=0, ignore_eos=True)["choices"][0]["logprobs"]
     assert [entry["top"] for entry in only] == [[], []]
     assert "logprobs" not in live.generate("logprobs", max_tokens=2)["choices"][0]
 

@@ -170,8 +170,10 @@ def test_a_stuck_step_turns_health_to_503_within_2_s_ends_every_stream_and_is_fo
 
     monkeypatch.setattr(runner, "run", hang)
     with ThreadPoolExecutor() as pool:
-        streams = [pool.submit(stream_raw, own.url, prompt="eight ch", max_tokens=50) for _ in range(2)]
-        whole = pool.submit(own.post, prompt="eight ch", max_tokens=50, stream=False)
+        streams = [
+            pool.submit(stream_raw, own.url, prompt="eight ch", max_tokens=50, ignore_eos=True) for _ in range(2)
+        ]
+        whole = pool.submit(own.post, prompt="eight ch", max_tokens=50, stream=False, ignore_eos=True)
         ended = [parse_sse(stream.result())[-1] for stream in streams]
         seconds = time.monotonic() - stuck_since[0]
         assert all(end["type"] == "error" and end["error"]["code"] == "engine_failure" for end in ended)

@@ -1,4 +1,4 @@
-"""Text to ids and back: encoding, incremental detokenisation, chat template in Jinja's sandbox."""
+"""Text to token ids and back: prompts, conversations, and incremental detokenisation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -19,7 +19,7 @@ _NONE: Mapping[str, Any] = {}
 
 
 class Tokenizer:
-    """A tokenizers.Tokenizer with what serving needs beside it."""
+    """A `tokenizers.Tokenizer`, and what serving needs besides."""
 
     def __init__(
         self,
@@ -30,8 +30,8 @@ class Tokenizer:
         chat_template: str | None = None,
         names: Mapping[str, str] | None = None,
     ) -> None:
-        """`names`: what the chat template calls special tokens, such as bos_token. Raises ValueError for a tokenizer
-        whose tokens cannot be turned to text one by one."""
+        """`names`: special tokens as chat templates call them, such as bos_token. Raises ValueError for a decoder that
+        cannot turn tokens into text one by one."""
         backend.no_truncation()
         backend.no_padding()
         self.backend = backend
@@ -41,16 +41,18 @@ class Tokenizer:
         self.names = dict(names or {})
         added = backend.get_added_tokens_decoder()
         self.special = {id: token.content for id, token in added.items() if token.special}
-        self._id_of = {content: id for id, content in self.special.items()}
-        contents = sorted(self._id_of, key=len, reverse=True)
-        self._special_text = re.compile("|".join(map(re.escape, contents)) or "(?!)")
-        self._byte_of, self._replaced, self.strips_space = _decoding(backend)
-        # words added beside the byte-level vocabulary stand there as they are, and not in stand-in characters
-        plain = {id: token.content.encode() for id, token in added.items() if self._byte_of and not token.special}
-        self._pieces: dict[int, bytes] = plain
+        self._special_ids = {content: id for id, content in self.special.items()}
+        longest_first = sorted(self._special_ids, key=len, reverse=True)
+        self._special_text = re.compile("|".join(map(re.escape, longest_first)) or "(?!)")
+        self._spelling = _spelling(backend)
+        self.strips_space = self._spelling.strips_space
+        # the bytes of each token seen so far; added words are spelled out even in a byte-level vocabulary
+        self._bytes: dict[int, bytes] = {
+            id: token.content.encode() for id, token in added.items() if self._spelling.byte_of and not token.special
+        }
 
     def encode(self, text: str, *, add_bos: bool = True) -> list[int]:
-        """Ids of a prompt, with exactly one BOS in front if the model has one. "<|eos|>" typed by a user is text."""
+        """Ids of a prompt, after one BOS if the model has one. Special tokens that a client typed are text."""
         ids = _ids(self.backend, text)
         if not self.special.keys().isdisjoint(ids):
             ids = _ids(self._literal, text)
@@ -58,7 +60,7 @@ class Tokenizer:
 
     @cached_property
     def _literal(self) -> tokenizers.Tokenizer:
-        """The same tokenizer blind to special tokens; a copy is only made when a text has some."""
+        """A copy that takes special tokens for text."""
         literal = tokenizers.Tokenizer.from_str(self.backend.to_str())
         literal.encode_special_tokens = True
         return literal
@@ -71,15 +73,12 @@ class Tokenizer:
         text = self.render_chat(messages, variables)
         encoding = self.backend.encode_batch([text], add_special_tokens=False)[0]
         ids: list[int] = encoding.ids
-        spans = [
-            text[start:stop] for id, (start, stop) in zip(ids, encoding.offsets, strict=True) if id in self.special
-        ]
-        # a span includes the spaces that its token swallows, whoever wrote them
-        if not any(BLANK in written(span.strip() or span) for span in spans):
+        spans = [encoding.token_to_chars(at) for at, id in enumerate(ids) if id in self.special]
+        if all(span and _by_template(text[span[0] : span[1]]) for span in spans):
             return ids
         ids, start = [], 0
         for match in self._special_text.finditer(written(text)):
-            ids += [*_ids(self._literal, text[start : match.start()]), self._id_of[match[0]]]
+            ids += [*_ids(self._literal, text[start : match.start()]), self._special_ids[match[0]]]
             start = match.end()
         return ids + _ids(self._literal, text[start:])
 
@@ -93,7 +92,7 @@ class Tokenizer:
         return render(self.chat_template, defaults | dict(variables) | names | conversation)
 
     def decode(self, ids: Iterable[int], *, skip_special: bool = True) -> str:
-        """The text of all ids; special tokens leave none, or their names."""
+        """The text of all ids. Special tokens are left out, or written by name."""
         detokenizer = Detokenizer(self, skip_special=skip_special)
         return "".join([detokenizer.push(id) for id in ids]) + detokenizer.flush()
 
@@ -101,26 +100,22 @@ class Tokenizer:
         return Detokenizer(self, strip_space=strip_space)
 
     def token_bytes(self, id: int, *, skip_special: bool = True) -> bytes:
-        """What a token adds to the text: nothing if it is special (unless asked for) or if no token has this id."""
+        """What a token adds to the text: nothing for a special one (unless asked for) or an id without a token."""
         if id in self.special:
             return b"" if skip_special else self.special[id].encode()
-        piece = self._pieces.get(id)
-        if piece is None:
-            piece = self._pieces[id] = self._bytes_of(self.backend.id_to_token(id) or "")
-        return piece
+        known = self._bytes.get(id)
+        if known is None:
+            known = self._bytes[id] = self._spelling.bytes_of(self.backend.id_to_token(id) or "")
+        return known
 
     def token_text(self, id: int) -> str:
-        """A token alone, as one shows it: a special one by its name, bytes that are no character as U+FFFD."""
+        """One token for display: special ones by name, incomplete characters as U+FFFD."""
         return self.token_bytes(id, skip_special=False).decode("utf-8", "replace")
 
-    def _bytes_of(self, symbol: str) -> bytes:
-        if self._byte_of and all(char in self._byte_of for char in symbol):
-            return bytes(self._byte_of[char] for char in symbol)
-        if not self._byte_of and re.fullmatch("<0x[0-9A-Fa-f]{2}>", symbol):
-            return bytes([int(symbol[3:5], 16)])
-        for pattern, content in self._replaced:
-            symbol = symbol.replace(pattern, content)
-        return symbol.encode()
+
+def _by_template(token: TemplateText) -> bool:
+    """Whether the template wrote all of a token; some swallow the spaces around them, which anyone may have written."""
+    return BLANK not in written(token.strip() or token)
 
 
 def _with_trusted_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -130,32 +125,48 @@ def _with_trusted_role(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _ids(backend: tokenizers.Tokenizer, text: str) -> list[int]:
-    """Ids of a text without special tokens. A batch of one lets other threads run meanwhile, as `encode` does not: 1 MB
-    stopped all streams for a second."""
+    """Ids without BOS. Unlike `encode`, a batch of one releases the GIL: 1 MB blocked all streams for a second."""
     ids: list[int] = backend.encode_batch_fast([text], add_special_tokens=False)[0].ids
     return ids
 
 
-def _decoding(backend: tokenizers.Tokenizer) -> tuple[dict[str, int], list[tuple[str, str]], bool]:
-    """How symbols of the vocabulary become bytes, as the tokenizer's decoder says: the byte of each stand-in character
-    (byte-level BPE), or else what is replaced in them; and whether the text loses one leading space.
+class _Spelling(NamedTuple):
+    """How the symbols of a vocabulary stand for bytes.
 
-    Raises ValueError for a decoder of another kind.
+    `byte_of`: the byte of each stand-in character (byte-level BPE), else empty. `replaced`: what to replace in symbols.
+    `strips_space`: whether the text loses one leading space.
     """
+
+    byte_of: Mapping[str, int]
+    replaced: Sequence[tuple[str, str]]
+    strips_space: bool
+
+    def bytes_of(self, symbol: str) -> bytes:
+        if self.byte_of and all(char in self.byte_of for char in symbol):
+            return bytes(self.byte_of[char] for char in symbol)
+        if not self.byte_of and re.fullmatch("<0x[0-9A-Fa-f]{2}>", symbol):
+            return bytes([int(symbol[3:5], 16)])
+        for pattern, content in self.replaced:
+            symbol = symbol.replace(pattern, content)
+        return symbol.encode()
+
+
+def _spelling(backend: tokenizers.Tokenizer) -> _Spelling:
+    """Read from the tokenizer's decoder. Raises ValueError for a decoder of another kind."""
     state = json.loads(backend.decoder.__getstate__()) if backend.decoder else {"decoders": []}
     steps = state.get("decoders", [state])
     kinds = [step["type"] for step in steps]
     if "ByteLevel" in kinds:
-        return {symbol: byte for byte, symbol in enumerate(byte_symbols())}, [], False
+        return _Spelling({symbol: byte for byte, symbol in enumerate(byte_symbols())}, [], False)
     if "Metaspace" in kinds:
         step = steps[kinds.index("Metaspace")]
-        return {}, [(step["replacement"], " ")], step["prepend_scheme"] != "never"
+        return _Spelling({}, [(step["replacement"], " ")], step["prepend_scheme"] != "never")
     if not {"ByteFallback", "Replace"} & set(kinds):
-        raise ValueError(f"the decoder ({' + '.join(kinds) or 'none'}) is neither byte-level nor byte-fallback")
+        raise ValueError(f"decoder: {' + '.join(kinds) or 'none'} is neither byte-level nor byte-fallback")
     replaced = [(step["pattern"].get("String", ""), step["content"]) for step in steps if step["type"] == "Replace"]
     if not all(pattern for pattern, _ in replaced):
-        raise ValueError("the decoder replaces by a regular expression, which is not supported")
-    return {}, replaced, any(step["type"] == "Strip" and step["start"] > 0 for step in steps)
+        raise ValueError("decoder: replacing by a regular expression is not supported")
+    return _Spelling({}, replaced, any(step["type"] == "Strip" and step["start"] > 0 for step in steps))
 
 
 def byte_symbols() -> list[str]:
@@ -166,11 +177,11 @@ def byte_symbols() -> list[str]:
 
 
 class Detokenizer:
-    """Incremental text of one sequence, linear in its tokens: what was handed out is a prefix of the final text.
+    """Incremental text of one sequence, linear in its tokens. What was returned is always a prefix of the final text.
 
-    The text is the UTF-8 of all token bytes; at most the three bytes of an unfinished character are held back. Bytes
-    that are no UTF-8 become U+FFFD as soon as that is certain. (The library's decoder turns a whole run of byte tokens
-    to U+FFFD when its last byte is wrong: then nothing of the run could ever be sent before its end.)
+    At most three bytes, an incomplete character, are held back; bytes that cannot be UTF-8 become U+FFFD at once. The
+    library's own DecodeStream replaces a whole run of byte tokens if its last byte is wrong, so nothing of the run
+    could be sent before its end.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special: bool = True, strip_space: bool = True) -> None:
@@ -180,12 +191,12 @@ class Detokenizer:
         self._strip = strip_space and tokenizer.strips_space
 
     def push(self, token_id: int) -> str:
-        """The text that `token_id` completes; empty while a character is unfinished."""
-        piece = self._tokenizer.token_bytes(token_id, skip_special=self._skip_special)
-        if piece and self._strip:
-            self._strip, piece = False, piece.removeprefix(b" ")
-        return self._utf8.decode(piece)
+        """The text that this token completes; empty while a character is incomplete."""
+        added = self._tokenizer.token_bytes(token_id, skip_special=self._skip_special)
+        if added and self._strip:
+            self._strip, added = False, added.removeprefix(b" ")
+        return self._utf8.decode(added)
 
     def flush(self) -> str:
-        """The tail that was held back: an unfinished character becomes U+FFFD."""
+        """The rest at the end: an incomplete character becomes U+FFFD."""
         return self._utf8.decode(b"", final=True)

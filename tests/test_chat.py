@@ -147,6 +147,19 @@ def test_neither_keys_nor_values_of_other_variables_become_special_tokens(texts:
     assert special(ids) == [EOS]
 
 
+@pytest.mark.parametrize(
+    "expression",
+    [
+        *("'{}'.format(m)", "('' ~ m).format()", "'{x}'.format_map({'x': m})", "'%s' % m", "'%s' | format(m)"),
+        *("''.join([m])", "['', m] | join", "'x' | replace('x', m)", "'x'.replace('x', m)", "'' + m", "m ~ ''"),
+        *("('' ~ m) | trim", "('x' ~ m)[1:]", "('' ~ m) * 1", "{'a': m}.a", "namespace(a='' ~ m).a", "m or ''"),
+    ],
+)
+def test_client_text_put_into_a_literal_is_still_text(expression: str) -> None:
+    chat = tokenizer("{% set m = messages[0].content %}{{ " + expression + " }}<|im_end|>")
+    assert chat.encode_chat(user("<|eos|>")) == [*b"<|eos|>", IM_END]
+
+
 def test_other_variables_reach_the_template_as_data() -> None:
     chat = tokenizer("{{ style }}|{{ bos_token }}|{{ messages[0].content }}")
     ids = chat.encode_chat(user("x"), {"style": "<|eos|>", "bos_token": "fake", "messages": []})

@@ -20,10 +20,12 @@ from numpy.typing import NDArray
 from tokenteller.model import kernels
 from tokenteller.model.attention import Attention, Batch, rope_table
 from tokenteller.model.config import Activation, ModelConfig, Storage
-from tokenteller.model.keys import ConfigError
+from tokenteller.model.formats.blocks import BlockMatrix
+from tokenteller.model.formats.errors import ConfigError
 from tokenteller.model.kv_memory import size
 from tokenteller.model.kv_pool import KVPool
-from tokenteller.model.linear import DTYPES, Linear, find_safe_rows
+from tokenteller.model.linear import Linear, find_safe_rows
+from tokenteller.model.packing import DTYPES, Matrix, as_tensor, is_exact
 
 log = logging.getLogger("tokenteller.model")
 
@@ -118,7 +120,7 @@ class Decoder:
     def __init__(
         self,
         config: ModelConfig,
-        weights: Mapping[str, torch.Tensor],
+        weights: Mapping[str, Matrix],
         storage: Storage = "fp32",
         device: str = "cpu",
         max_context: int | None = None,
@@ -136,7 +138,7 @@ class Decoder:
         self.embed, self.head = take.ends()
         self.positions: torch.Tensor | None = None
         if config.rope is None:
-            self.positions = take.matrix("model.embed_positions.weight", config.max_context, config.width)
+            self.positions = take.table("model.embed_positions.weight", config.max_context, config.width)
         factors = take.optional("rope_freqs.weight", config.head_dim // 2) if config.rope else None
         cos, sin = _rope_table(config, max_context or config.max_context, factors)  # [max_context, D/2]
         self.cos, self.sin = cos.to(self.device), sin.to(self.device)
@@ -275,31 +277,40 @@ def _stacked(linears: Sequence[Linear]) -> kernels.Panels:
 class _Weights:
     """Hands out each tensor once, with its shape checked, as the parts of a decoder."""
 
-    def __init__(self, config: ModelConfig, tensors: Mapping[str, torch.Tensor], storage: Storage, device: str) -> None:
+    def __init__(self, config: ModelConfig, tensors: Mapping[str, Matrix], storage: Storage, device: str) -> None:
         self.config = config
         self.tensors = tensors
         self.storage = storage
         self.device = device
         self.used: set[str] = set()
 
-    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+    def matrix(self, name: str, *shape: int, storage: Storage | None = None) -> Matrix:
+        """As the file has it, perhaps quantised, once its numbers are known to fit what it is stored in."""
+        storage = storage or self.storage
         if name not in self.tensors:
             raise WeightError(name, "is missing")
-        tensor = self.tensors[name]
-        if tuple(tensor.shape) != shape:
-            raise WeightError(name, f"has shape {list(tensor.shape)}; the config asks for {list(shape)}")
+        matrix = self.tensors[name]
+        if tuple(matrix.shape) != shape:
+            raise WeightError(name, f"has shape {list(matrix.shape)}; the config asks for {list(shape)}")
+        self.used.add(name)
+        if is_exact(matrix, storage) or (storage == "int8" and isinstance(matrix, BlockMatrix)):
+            return matrix
+        tensor = as_tensor(matrix)
         if not tensor.dtype.is_floating_point:
             raise WeightError(name, f"holds {tensor.dtype}; weights are floating-point numbers")
         if tensor.itemsize == 1:
             tensor = tensor.float()  # torch moves fp8 about and does no sums in it
-        if self.storage in ("fp16", "int8", "int4") and tensor.ndim > 1 and tensor.dtype != torch.float16:
+        if storage in ("fp16", "int8", "int4") and tensor.ndim > 1 and tensor.dtype != torch.float16:
             least, most = (float(value) for value in torch.aminmax(tensor))
             if max(-least, most) > torch.finfo(torch.float16).max:
                 raise WeightError(name, f"holds {max(-least, most):g}, beyond fp16's 65,504; use --weights fp32")
-        self.used.add(name)
         return tensor
 
-    def matrix(self, name: str, *shape: int) -> torch.Tensor:
+    def tensor(self, name: str, *shape: int) -> torch.Tensor:
+        """Not for products, so int8 and int4 keep it in fp16."""
+        return as_tensor(self.matrix(name, *shape, storage="fp16" if "int" in self.storage else self.storage))
+
+    def table(self, name: str, *shape: int) -> torch.Tensor:
         """A copy as stored, in memory of our own."""
         return self.tensor(name, *shape).to(self.device, DTYPES[self.storage], copy=True)
 
@@ -318,9 +329,9 @@ class _Weights:
 
     def linear(self, columns: int, parts: Mapping[str, int], bias: bool) -> Linear:
         """Several weights [rows, columns] and their biases [rows] stacked into one product."""
-        weights = [self.tensor(f"{name}.weight", rows, columns) for name, rows in parts.items()]
+        weights = [self.matrix(f"{name}.weight", rows, columns) for name, rows in parts.items()]
         biases = [self.vector(f"{name}.bias", rows) for name, rows in parts.items()] if bias else []
-        return Linear(torch.cat(weights), self.storage, torch.cat(biases) if biases else None, self.device)
+        return Linear(weights, self.storage, torch.cat(biases) if biases else None, self.device)
 
     def ends(self) -> tuple[Callable[[torch.Tensor], torch.Tensor], Linear]:
         """The embedding, ids [M] -> [M, E], and the output head; tied, they are one matrix.
@@ -330,12 +341,15 @@ class _Weights:
         first, last = "model.embed_tokens.weight", "lm_head.weight"
         shape = (self.config.vocab_size, self.config.width)
         storage: Storage = "int8" if self.storage == "int4" else self.storage
-        embedding = self.tensor(first, *shape)
-        own = None if self.config.tied_embeddings and last not in self.tensors else self.tensor(last, *shape)
-        if own is None or (self.config.tied_embeddings and torch.equal(own, embedding)):
+        tied = self.config.tied_embeddings
+        if tied and last not in self.tensors:
+            head = Linear(self.matrix(first, *shape, storage=storage), storage, None, self.device)
+            return head.rows, head
+        embedding, own = self.tensor(first, *shape), self.tensor(last, *shape)
+        if tied and torch.equal(own, embedding):
             head = Linear(embedding, storage, None, self.device)
             return head.rows, head
-        if self.config.tied_embeddings:
+        if tied:
             log.warning("tensor %r differs from the embedding that the config ties it to; it is used", last)
         table = Embedding(embedding.to(self.device, DTYPES[self.storage], copy=True))
         return table, Linear(own, storage, None, self.device)

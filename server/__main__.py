@@ -13,7 +13,7 @@ from importlib import import_module
 from pydantic import ValidationError
 from pydantic_settings import SettingsError
 
-from tokenteller.model.keys import ConfigError
+from tokenteller.model.formats.errors import ConfigError
 from tokenteller.server.cli import COMMANDS
 from tokenteller.server.cli.terminal import open_standard_streams, silence_stdout
 from tokenteller.server.settings import check_environment

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pydantic_settings import SettingsError
 
 from tokenteller.model.config import ModelConfig, Storage
-from tokenteller.model.formats.stored import stored_format
+from tokenteller.model.formats.stored import read_config, stored_format
 from tokenteller.model.kv_memory import KVLayout, KVPlan, can_page, in_mib, plan, size
 from tokenteller.model.machine import available_memory
 from tokenteller.server.settings import ModelSettings, PlanSettings
@@ -29,7 +29,7 @@ def storage_of(settings: ModelSettings) -> Storage:
 
 def make_plan(settings: ModelSettings) -> tuple[ModelConfig, KVLayout, KVPlan]:
     """Raises ConfigError for a model that is not there or not supported, SettingsError for what contradicts it."""
-    config = ModelConfig.read(settings.model)
+    config = read_config(settings.model)
     max_context = settings.max_context or config.max_context
     if max_context > config.max_context:
         raise SettingsError(f"--max-context {max_context} is more than the model's own {config.max_context}")

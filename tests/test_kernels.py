@@ -14,10 +14,11 @@ import torch
 from numba.core import caching
 from numba.core.dispatcher import Dispatcher
 
-from tokenteller.model import kernels, linear
+from tokenteller.model import kernels, packing
 from tokenteller.model.config import Storage
 from tokenteller.model.kernels import GROUP, NIBBLES, PANEL
-from tokenteller.model.linear import Linear, pack, unpack
+from tokenteller.model.linear import Linear
+from tokenteller.model.packing import pack, unpack
 
 STORAGES = get_args(Storage)
 
@@ -41,7 +42,7 @@ def test_a_row_has_the_same_bits_in_every_crowd(storage: Storage, outputs: int, 
 def test_an_output_is_one_chain_of_fused_multiply_adds(storage: Storage) -> None:
     """In float64, whose products of two fp32 are exact, each step rounded to fp32: a fused multiply-add."""
     weight, x = numbers(5, 70), numbers(3, 70, seed=3)
-    stored = weight.to(linear.DTYPES[storage]).double().numpy()
+    stored = weight.to(packing.DTYPES[storage]).double().numpy()
     expected = np.zeros((3, 5), np.float32)
     for n in range(70):
         expected = (expected.astype(np.float64) + x[:, n : n + 1].double().numpy() * stored[:, n]).astype(np.float32)
@@ -76,8 +77,8 @@ def test_int8_is_exact_integers_at_every_depth(depth: int, monkeypatch: pytest.M
     if depth > kernels.DEPTH:
         pytest.skip(f"this processor multiplies {kernels.DEPTH} bytes at a time")
     x, weight = numbers(9, 2 * GROUP + 3), numbers(PANEL + 3, 2 * GROUP + 3, seed=2)
-    monkeypatch.setattr(linear, "DEPTH", depth)
-    panels = pack(weight, "int8")
+    monkeypatch.setattr(packing, "DEPTH", depth)
+    panels = pack([weight], "int8")
     groups = panels.scales.shape[1]
     values = np.empty((9, groups * GROUP), {4: np.int8, 2: np.int16, 1: np.int32}[depth])
     scales, starts = np.empty((9, groups), np.float32), np.empty((9, groups), np.int32)
@@ -117,7 +118,7 @@ def test_int4_loses_nothing_of_weights_in_sixteen_steps() -> None:
     steps = generator.integers(0, 16, size=(40, 4, NIBBLES))
     steps[:, :, 0], steps[:, :, 1] = 0, 15
     weight = (lowest + np.abs(step) * steps).astype(np.float32).reshape(40, 4 * NIBBLES)
-    got = unpack(pack(torch.from_numpy(weight), "int4"), np.arange(40), 4 * NIBBLES)
+    got = unpack(pack([torch.from_numpy(weight)], "int4"), np.arange(40), 4 * NIBBLES)
     np.testing.assert_allclose(got, weight, rtol=1e-6, atol=1e-6)
 
 
@@ -125,7 +126,7 @@ def test_int4_loses_nothing_of_weights_in_sixteen_steps() -> None:
 def test_rows_of_a_packed_weight_come_back(storage: Storage) -> None:
     weight = numbers(PANEL + 9, GROUP + 9)
     ids = np.array([0, PANEL + 8, 7, 7])
-    got = unpack(pack(weight, storage), ids, GROUP + 9)
+    got = unpack(pack([weight], storage), ids, GROUP + 9)
     close = {"fp32": 0, "fp16": 1e-3, "bf16": 1e-2, "int8": 0.02, "int4": 0.2}[storage]
     np.testing.assert_allclose(got, weight[ids].numpy(), rtol=close, atol=close)
 

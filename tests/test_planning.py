@@ -13,7 +13,8 @@ from checkpoints import Kind, config_of, llama_config, random_hf, random_llama, 
 from live import serve
 
 from tokenteller.model.checkpoint import load
-from tokenteller.model.config import ModelConfig, Storage
+from tokenteller.model.config import Storage
+from tokenteller.model.formats.stored import read_config
 from tokenteller.model.kernels import GROUP, PANEL, Panels
 from tokenteller.server.__main__ import main
 from tokenteller.server.planning import make_plan, plan_text, storage_of
@@ -46,7 +47,7 @@ def huge(tmp_path: Path) -> Path:
 
 
 def test_a_70b_model_is_planned_from_its_config_alone(huge: Path) -> None:
-    assert ModelConfig.read(str(huge)).num_parameters == 70_553_706_496  # what its model card says
+    assert read_config(str(huge)).num_parameters == 70_553_706_496  # what its model card says
     plan = planned(huge, memory=160 * GIB)
     assert plan.bytes_per_token == 2 * 80 * 8 * 128 * 4
     assert plan.weight_bytes == pytest.approx(2 * 70_553_706_496, rel=1e-3)
@@ -93,7 +94,7 @@ def test_the_command_prints_the_same_plan_as_text_and_as_json(huge: Path, capsys
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "nowhere"]) == 1
     error = capsys.readouterr().err
-    assert error.startswith("tokenteller: model 'nowhere' is no directory") and len(error.splitlines()) == 1
+    assert error.startswith("tokenteller: model 'nowhere' is not a directory") and len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "qwen2", "qwen3", "gpt2"])

@@ -13,8 +13,8 @@ import torch
 from test_parity import greedy
 
 from tokenteller.model.checkpoint import Checkpoint, load
-from tokenteller.model.config import locate
-from tokenteller.model.keys import ConfigError
+from tokenteller.model.formats.errors import ConfigError
+from tokenteller.model.formats.hub import locate
 from tokenteller.model.kv_memory import KVLayout
 from tokenteller.model.kv_pool import KVPool
 

@@ -15,7 +15,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Lifespan
 
-from tokenteller.model.checkpoint import Checkpoint, Progress, give_back_memory, load
+from tokenteller.model.checkpoint import Checkpoint, Progress, load, release_memory
 from tokenteller.model.kv_memory import KVLayout, KVPlan
 from tokenteller.model.kv_pool import KVPool
 from tokenteller.model.machine import usable_cpus
@@ -147,7 +147,7 @@ def _warmed(runner: Runner, name: str) -> float:
 def settle_process() -> None:
     """Tidies up after loading, in a process that does nothing but serve: it changes what a host process shares."""
     gc.collect()
-    give_back_memory()
+    release_memory()
     gc.freeze()  # the libraries' objects live for ever: a full collection over them would stop every stream
 
 

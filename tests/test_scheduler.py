@@ -88,12 +88,25 @@ def test_deadlines_of_ended_requests_are_forgotten() -> None:
     world = World(slots=1)
     world.submit("long", [1], 50, deadline=1e6)
     for at in range(500):
-        world.submit(str(at), [2], 5, deadline=1e9, start_by=1e9)
+        world.submit(str(at), [2], 5, deadline=float(at + 1), start_by=0.5)
         world.scheduler.cancel(str(at))
-        assert len(world.scheduler.deadlines) < 100
-    assert world.scheduler.next_expiry() is not None
+    assert world.scheduler.next_expiry() == 1e6 and not world.step().events[1:]
     world.drain()
-    assert world.scheduler.next_expiry() is None
+    assert world.scheduler.next_expiry() is None and world.ended == {("long", 0): "length"}
+
+
+def test_start_by_is_met_once_one_choice_has_a_slot_and_a_deadline_ends_them_all() -> None:
+    world = World(slots=1)
+    world.submit("patient", [1], 4, n=3, start_by=6.0, deadline=9.5)
+    world.submit("late", [2], 4, start_by=6.0)
+    world.drain()
+    assert world.ended == {
+        ("patient", 0): "length",
+        ("patient", 1): "length",
+        ("patient", 2): "deadline",
+        ("late", 0): "deadline",
+    }
+    assert len(world.text["patient", 2]) == 2 and ("late", 0) not in world.started
 
 
 @pytest.mark.parametrize(("gap", "rows"), [(None, 9), (0.05, 32), (0.001, 4), (10.0, 64)])

@@ -28,7 +28,6 @@ from tokenteller.server.api.pool_feed import PoolFeed
 from tokenteller.server.api.service import Service, service_of
 from tokenteller.server.api.streams import Streams
 from tokenteller.server.engine.admission import SURE_ROWS, Admission
-from tokenteller.server.engine.decision_log import DecisionLog
 from tokenteller.server.engine.engine import Engine
 from tokenteller.server.engine.ledger import KVLedger
 from tokenteller.server.engine.runner import Runner, end_idle_threads, use_threads
@@ -114,7 +113,7 @@ def _scheduler(settings: ServeSettings, layout: KVLayout, plan: KVPlan) -> Sched
         token_gap_s=settings.token_gap / 1000 if settings.token_gap else None,
         bypass_limit=settings.bypass_limit,
         hold_limit_s=settings.slow_reader_timeout,
-        log=DecisionLog(ledger, admission.timeline) if settings.explain or settings.explain_json else None,
+        explain=settings.explain or settings.explain_json,
         draft_tokens=settings.speculate,
     )
 

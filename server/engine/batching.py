@@ -7,7 +7,6 @@ prompt in this step, and as many more, first come first served, as `prefill_chun
 from __future__ import annotations
 
 from tokenteller.server.engine.admission import Admission
-from tokenteller.server.engine.counts import Counts
 from tokenteller.server.engine.decision_log import DecisionLog
 from tokenteller.server.engine.drafting import Drafter
 from tokenteller.server.engine.prefix_cache import PrefixCache
@@ -25,21 +24,18 @@ class Batcher:
         cache: PrefixCache,
         drafter: Drafter,
         cost: StepCost,
-        counts: Counts,
-        *,
+        log: DecisionLog,
         prefill_chunk: int,
-        token_gap_s: float | None = None,
-        log: DecisionLog | None = None,
+        token_gap_s: float | None,
     ) -> None:
         self.admission = admission
         self.ledger = admission.ledger
         self.cache = cache
         self.drafter = drafter
         self.cost = cost
-        self.counts = counts
+        self.log = log
         self.prefill_chunk = prefill_chunk
         self.token_gap_s = token_gap_s
-        self.log = log
         self.stalled: list[Sequence] = []  # by the banker in this step; their demand has to be renewed after it
         self.any_ahead = False  # whether any stalls in this step until its demand has caught up with it
 
@@ -102,19 +98,14 @@ class Batcher:
         if refused:
             self.stalled = [span.sequence for span in spans if span.sequence.slot in refused]
             for sequence in self.stalled:
-                self._stall(sequence, "with its next page no order would let all finish")
+                self.log.stalled(sequence, "with its next page no order would let all finish")
             spans = [span for span in spans if span.sequence.slot not in refused]
         self.cache.evict(sum(map(self.ledger.next_row_bytes, set(growing) - refused)))
         return spans
 
     def _stall_ahead(self, sequence: Sequence) -> None:
-        self._stall(sequence, "ahead of its demand; the bytes of its next page are reserved")
+        self.log.stalled(sequence, "ahead of its demand; the bytes of its next page are reserved")
         self.any_ahead = True
-
-    def _stall(self, sequence: Sequence, why: str) -> None:
-        self.counts.stalled_steps += 1
-        if self.log:
-            self.log.stalled(sequence, why)
 
     def _prefill(self, prompts: list[Sequence], decoding: int) -> list[Span]:
         """Prompt rows: first those that the timeline has for this step, then first come first served."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 
 from tokenteller.model.sampler import Sampled
-from tokenteller.server.engine.counts import Counts
+from tokenteller.server.engine.decision_log import Counts
 from tokenteller.server.engine.ledger import KVLedger
 from tokenteller.server.engine.prompt_lookup import PromptLookup
 from tokenteller.server.engine.sequence import Span

@@ -6,7 +6,6 @@ the slot over or copies the rows. From a running sequence it copies them as soon
 
 from __future__ import annotations
 
-from tokenteller.server.engine.counts import Counts
 from tokenteller.server.engine.decision_log import DecisionLog
 from tokenteller.server.engine.demand import Demand
 from tokenteller.server.engine.ledger import KVLedger
@@ -18,12 +17,9 @@ MIN_SHARED = 16  # rows of a common prefix below which computing them is as chea
 class PrefixCache:
     """Gives starting sequences their slots, reuses prefixes, and collects the moves this takes in the pool."""
 
-    def __init__(
-        self, ledger: KVLedger, running: list[Sequence], counts: Counts, log: DecisionLog | None = None
-    ) -> None:
+    def __init__(self, ledger: KVLedger, running: list[Sequence], log: DecisionLog) -> None:
         self.ledger = ledger
         self.running = running
-        self.counts = counts
         self.log = log
         self.ended: dict[int, Sequence] = {}  # by slot; the ledger has the order of their use
         self._moves: list[Release | Copy] = []
@@ -109,10 +105,7 @@ class PrefixCache:
         sequence.cached = rows - sequence.computed
         sequence.computed = rows
         self.ledger.grow(sequence.slot, rows)
-        self.counts.prefix_hits += 1
-        self.counts.prefix_rows += sequence.cached
-        if self.log:
-            self.log.reused(sequence, rows, source)
+        self.log.reused(sequence, rows, source)
 
     def _forget(self, slots: list[int]) -> None:
         """The ledger has evicted these slots."""
@@ -120,8 +113,7 @@ class PrefixCache:
             sequence = self.ended.pop(slot)
             sequence.slot = None
             self._moves.append(Release(slot))
-            if self.log:
-                self.log.evicted(slot, sequence.computed)
+            self.log.evicted(slot, sequence.computed)
 
 
 def common_prefix(one: list[int], other: list[int], limit: int) -> int:

@@ -6,7 +6,6 @@ from bisect import insort
 from collections.abc import Callable
 
 from tokenteller.server.engine.admission import Admission
-from tokenteller.server.engine.counts import Counts
 from tokenteller.server.engine.decision_log import DecisionLog
 from tokenteller.server.engine.demand import Demand
 from tokenteller.server.engine.sequence import Sequence
@@ -18,11 +17,8 @@ LOOK_AHEAD = 16  # sequences that may be passed over at once, in search of one t
 class RequestQueue:
     """First come first served within a priority, with backfilling: who delays no reservation may start early."""
 
-    def __init__(
-        self, admission: Admission, counts: Counts, log: DecisionLog | None = None, bypass_limit: int = BYPASS_LIMIT
-    ) -> None:
+    def __init__(self, admission: Admission, log: DecisionLog, bypass_limit: int = BYPASS_LIMIT) -> None:
         self.admission = admission
-        self.counts = counts
         self.log = log
         self.bypass_limit = bypass_limit
         self.waiting: list[Sequence] = []
@@ -34,8 +30,7 @@ class RequestQueue:
         insort(self.waiting, sequence, key=lambda s: s.order)
         self._reserve(self.waiting.index(sequence))
         self._tried = -1
-        if self.log:
-            self.log.reserved(sequence)
+        self.log.reserved(sequence)
 
     def remove(self, sequence: Sequence) -> None:
         self.waiting.remove(sequence)
@@ -58,10 +53,8 @@ class RequestQueue:
             if (closed and not due) or sequence.held:
                 continue
             if (due or sequence.tried != self.released) and self._start(sequence, start):
-                if self.log:
-                    self.log.started(sequence, due, len(passed))
+                self.log.started(sequence, due, len(passed))
                 if not due:
-                    self.counts.bypasses += bool(passed)
                     for other in passed:
                         other.bypassed += 1
                         closed |= other.bypassed >= self.bypass_limit
@@ -108,7 +101,7 @@ class RequestQueue:
 
     def _postpone(self, sequence: Sequence) -> None:
         """Moves a reservation that could not be kept, because a running sequence fell behind its demand."""
-        self.counts.postponed += 1
+        self.log.counts.postponed += 1
         admission, request = self.admission, sequence.request
         if sequence.reservation:
             admission.timeline.remove(sequence.reservation)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence as Seq
 from itertools import count
 
@@ -9,8 +10,6 @@ from tokenteller.model.grammar import GrammarError
 from tokenteller.model.sampler import Sampled
 from tokenteller.server.engine.admission import Admission
 from tokenteller.server.engine.batching import Batcher
-from tokenteller.server.engine.counts import Counts
-from tokenteller.server.engine.deadlines import Deadlines
 from tokenteller.server.engine.decision_log import DecisionLog
 from tokenteller.server.engine.demand import Demand
 from tokenteller.server.engine.drafting import Drafter
@@ -49,33 +48,25 @@ class Scheduler:
         hold_limit_s: float = 30.0,
         draft_tokens: int = 0,
         bypass_limit: int = BYPASS_LIMIT,
-        log: DecisionLog | None = None,
+        explain: bool = False,
     ) -> None:
         """hold_limit_s: how long a slow reader may hold its sequence. draft_tokens: the most per sequence and step."""
         self.admission = admission
         self.ledger = admission.ledger
         self.timeline = admission.timeline
         self.hold_limit_s = hold_limit_s
-        self.log = log
         self.cost = StepCost()
-        self.counts = Counts()
+        self.log = DecisionLog(admission, explain)
+        self.counts = self.log.counts
         self.running: list[Sequence] = []  # in the order of admission
-        self.queue = RequestQueue(admission, self.counts, log, bypass_limit)
+        self.queue = RequestQueue(admission, self.log, bypass_limit)
         self.waiting = self.queue.waiting
-        self.cache = PrefixCache(self.ledger, self.running, self.counts, log)
-        drafter = Drafter(self.ledger, self.cost, self.counts, draft_tokens)
-        self.batcher = Batcher(
-            admission,
-            self.cache,
-            drafter,
-            self.cost,
-            self.counts,
-            prefill_chunk=prefill_chunk,
-            token_gap_s=token_gap_s,
-            log=log,
-        )
+        self.cache = PrefixCache(self.ledger, self.running, self.log)
+        self.drafter = Drafter(self.ledger, self.cost, self.counts, draft_tokens)
+        self.batcher = Batcher(admission, self.cache, self.drafter, self.cost, self.log, prefill_chunk, token_gap_s)
         self._live: dict[str, list[Sequence]] = {}  # by request id, until they end
-        self.deadlines = Deadlines(self._live)
+        self._unstarted: set[str] = set()  # requests that have not had a slot yet
+        self._expiry = math.inf  # no deadline passes before
         self._serial = count()
         self._events: list[Event] = []
         self._began: float | None = None  # the step under way: when the last one ended, unless the engine was idle
@@ -93,16 +84,15 @@ class Scheduler:
         for sequence in sequences:
             sequence.order = (now + PRIORITY_S * request.priority, next(self._serial))
             self.queue.add(sequence)
-            self.deadlines.add(sequence)
+        self._unstarted.add(request.id)
+        self._expiry = min(self._expiry, self._expires(request))
 
     def plan(self, now: float) -> Step:
         """Admits whoever may start, and chooses what the next step computes."""
         if self._began is None:
             self._began = now
-        for sequence in self.deadlines.expired(now):
-            self._events.append(Finished(sequence.request.id, sequence.index, "deadline"))
-            self.counts.expired += 1
-            self._end(sequence)
+        if self._expiry <= now:
+            self._expire(now)
         for sequence in self.running:
             # before a start can take the slot of a source that has just ended
             if sequence.source is not None and self.cache.copy_if_computed(sequence):
@@ -127,7 +117,7 @@ class Scheduler:
         events: list[Event] = []
         spans: Seq[Span] = step.spans
         if len(outcomes) > len(spans):  # there are draft tokens
-            spans, outcomes = self.batcher.drafter.accept(spans, outcomes)
+            spans, outcomes = self.drafter.accept(spans, outcomes)
         results = iter(outcomes)
         for span in spans:  # this runs for every token
             sequence, stop = span.sequence, span.stop
@@ -183,7 +173,8 @@ class Scheduler:
 
     def next_expiry(self) -> float | None:
         """When plan() has something to do even if nothing else happens."""
-        return self.deadlines.next
+        self._expire(-math.inf)
+        return None if self._expiry == math.inf else self._expiry
 
     def check(self) -> None:
         """Proves that all records agree; for tests and for idle moments."""
@@ -209,6 +200,22 @@ class Scheduler:
 
     # Steps
 
+    def _expires(self, request: Request) -> float:
+        times = [request.deadline, request.start_by if request.id in self._unstarted else None]
+        return min((time for time in times if time is not None), default=math.inf)
+
+    def _expire(self, now: float) -> None:
+        """Ends what has run out of time, and finds out when something next does."""
+        self._expiry = math.inf
+        for sequences in list(self._live.values()):
+            expires = self._expires(sequences[0].request)
+            if expires > now:
+                self._expiry = min(self._expiry, expires)
+                continue
+            for sequence in sequences.copy():
+                self._events.append(Finished(sequence.request.id, sequence.index, "deadline"))
+                self._end(sequence)
+
     def _admit_and_choose(self) -> list[Span]:
         for sequence in self.running:
             if sequence.held and sequence.allocation and sequence.allocation.demand.end <= self.timeline.now:
@@ -221,7 +228,7 @@ class Scheduler:
         self.cache.allocate(sequence, demand)
         assert sequence.slot is not None
         self.running.append(sequence)
-        self.counts.admitted += 1
+        self._unstarted.discard(request.id)
         held, most = layout.committed(len(request.prompt)), layout.committed(request.rows_max)
         first_s = self.batcher.first_token_s(sequence, self.running)
         self._events.append(Started(request.id, sequence.index, sequence.slot, held, most, sequence.cached, first_s))
@@ -257,7 +264,7 @@ class Scheduler:
         siblings.remove(sequence)
         if not siblings:
             del self._live[request.id]
-            self.deadlines.prune()
+            self._unstarted.discard(request.id)
         self.queue.released += 1
         if sequence.slot is None:
             self.queue.remove(sequence)
@@ -265,8 +272,7 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.prompt_lookup = None
         keep = keep and request.cache_prefix
-        if self.log:
-            self.log.ended(sequence, keep)
+        self.log.ended(sequence, keep)
         self.admission.end(sequence.slot, keep, by_itself)
         self.cache.release(sequence)
 

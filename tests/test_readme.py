@@ -83,7 +83,7 @@ def test_generate_and_explain_run_as_written(toy: Live) -> None:
 def test_the_load_test_line_runs_as_written(toy: Live) -> None:
     words = [word.replace("http://127.0.0.1:8000", toy.url) for word in command("python deploy/load_test.py")]
     words[words.index("--requests") + 1] = "8"
-    report = json.loads(run([*words, "--quiet", "--json", "-"]))
+    report = json.loads(run([*words, "--json", "-"]))
     assert report["requests"]["completed"] == 8
 
 

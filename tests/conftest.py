@@ -9,7 +9,7 @@ import os
 for _name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
     os.environ.setdefault(_name, "1")
 # streams take as many steps as they have tokens, unless a test wants it otherwise
-os.environ.setdefault("TOKENTELLER_SPECULATE", "0")
+os.environ.setdefault("TOKENTELLER_DRAFT_TOKENS", "0")
 
 from collections.abc import Iterator
 from pathlib import Path

@@ -149,6 +149,13 @@ def process(*flags: str, patch: str = "", stderr: Any = None) -> Iterator[Proces
         popen.stdout.close()
 
 
+def free_port() -> int:
+    """A port that nothing listens on right now."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return int(taken.getsockname()[1])
+
+
 # shared by all threads: every new client would load the machine's certificates first
 CLIENT = httpx.Client(limits=httpx.Limits(max_connections=None), timeout=60, trust_env=False)
 

@@ -80,7 +80,7 @@ def test_sequences_that_cannot_decode_together_are_refused_in_one_line(
 def test_a_step_has_no_draft_tokens_whatever_serve_is_set_to(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TOKENTELLER_SPECULATE", "8")
+    monkeypatch.setenv("TOKENTELLER_DRAFT_TOKENS", "8")
     monkeypatch.setattr("tokenteller.server.engine.drafting.MIN_STEP_S", 0.0)
     flags = ("--streams", "1", "--context", "16", "--temperature", "0")
     report = bench(capsys, "--model", str(tape(tmp_path, "a" * 64)), *flags)

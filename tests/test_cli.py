@@ -89,6 +89,15 @@ def test_a_pool_too_small_for_one_sequence_is_told_before_any_weight_is_loaded(r
         (["plan", "--weights", "int4", "--device", "cuda"], {}, "--weights int4: only on the CPU, not on cuda"),
         (["plan"], {"TOKENTELLER_KV_MEMROY": "8MiB"}, "did you mean TOKENTELLER_KV_MEMORY?"),
         (["frobnicate"], {}, "usage"),
+        (["serve", "--speculate", "4"], {}, "--speculate is now --draft-tokens"),
+        (["serve", "--explain-json"], {}, "is now --explain with --log-format json"),
+        (["serve", "--bypass-limit=4"], {}, "--bypass-limit is gone"),
+        (
+            ["plan"],
+            {"TOKENTELLER_STREAM_BUFFER": "9"},
+            "TOKENTELLER_STREAM_BUFFER: no such setting; --stream-buffer is",
+        ),
+        (["serve", "--served-model-name", ""], {}, "--served-model-name"),
     ],
 )
 def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], environment: dict[str, str], word: str) -> None:

@@ -16,11 +16,12 @@ from tokenteller.model.checkpoint import load
 from tokenteller.model.config import Storage
 from tokenteller.model.formats.stored import read_config
 from tokenteller.model.kernels import GROUP, PANEL, Panels
+from tokenteller.model.kv_memory import KVPlan
 from tokenteller.server.__main__ import main
-from tokenteller.server.planning import make_plan, plan_text, storage_of
+from tokenteller.server.planning import Plan, check_memory, make_plan, plan_text
 from tokenteller.server.settings import PlanSettings
 
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 LLAMA_70B = {
     "model_type": "llama",
     "vocab_size": 128_256,
@@ -35,8 +36,12 @@ LLAMA_70B = {
 }
 
 
-def planned(directory: Path, **settings: Any) -> Any:
-    return make_plan(PlanSettings(model=str(directory), **settings))[2]
+def made(model: Path | str, **settings: Any) -> Plan:
+    return make_plan(PlanSettings(model=str(model), **settings))
+
+
+def planned(directory: Path, **settings: Any) -> KVPlan:
+    return made(directory, **settings).kv
 
 
 @pytest.fixture
@@ -48,18 +53,18 @@ def huge(tmp_path: Path) -> Path:
 
 def test_a_70b_model_is_planned_from_its_config_alone(huge: Path) -> None:
     assert read_config(str(huge)).num_parameters == 70_553_706_496  # what its model card says
-    plan = planned(huge, memory=160 * GIB)
+    plan = planned(huge, memory=160 * GIB, weights="fp16")
     assert plan.bytes_per_token == 2 * 80 * 8 * 128 * 4
     assert plan.weight_bytes == pytest.approx(2 * 70_553_706_496, rel=1e-3)
     assert plan.pool_bytes == 160 * GIB - plan.weight_bytes
     fit = {row.tokens: row.fit for row in plan.table}
     assert fit[4096] == plan.pool_bytes // (4096 * plan.bytes_per_token) == 11
     assert fit[131_072] == 0 and not plan.fits
-    text = plan_text(plan)
+    text = plan_text(made(huge, memory=160 * GIB, weights="fp16"))
     assert "one sequence of 131,072 tokens needs 80 GiB of K/V, the pool has 28.58 GiB" in text
     longest = int(text.split("--max-context ")[1].split(")")[0])
-    assert planned(huge, memory=160 * GIB, max_context=longest).fits
-    assert not planned(huge, memory=160 * GIB, max_context=longest + 8).fits  # a page has 8 rows
+    assert planned(huge, memory=160 * GIB, weights="fp16", max_context=longest).fits
+    assert not planned(huge, memory=160 * GIB, weights="fp16", max_context=longest + 8).fits  # a page has 8 rows
 
 
 def test_weights_that_do_not_fit_are_told_before_anything_else(huge: Path) -> None:
@@ -84,11 +89,13 @@ def test_the_advice_for_too_little_memory_can_be_followed(
 
 
 def test_the_command_prints_the_same_plan_as_text_and_as_json(huge: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    flags = ["plan", "--model", str(huge), "--memory", "160GiB"]
+    flags = ["plan", "--model", str(huge), "--memory", "160GiB", "--weights", "fp16"]
     assert main(flags) == 0
-    assert "pool        28.58 GiB" in capsys.readouterr().out
+    assert "K/V pool    28.58 GiB: no sequence of 131,072 tokens at once" in capsys.readouterr().out
     assert main([*flags, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out) == json.loads(json.dumps(planned(huge, memory=160 * GIB).to_json()))
+    assert json.loads(capsys.readouterr().out) == json.loads(
+        json.dumps(planned(huge, memory=160 * GIB, weights="fp16").to_json())
+    )
 
 
 def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
@@ -104,17 +111,71 @@ def test_a_gguf_header_gives_the_plan_of_its_twin(tmp_path: Path, family: str) -
     assert planned(twin, memory=GIB) == planned(directory, memory=GIB)
 
 
-@pytest.mark.parametrize(("kind", "form"), [("F32", "fp32"), ("F16", "fp16"), ("Q8_0", "int8"), ("Q4_0", "int4")])
-def test_auto_is_the_form_nearest_to_the_files_own(tmp_path: Path, kind: str, form: Storage) -> None:
-    directory = random_hf(tmp_path / "hf", config_of("llama"))
-    twin = to_gguf(directory, tmp_path / "twin.gguf", Kind[kind])
-    assert planned(twin, weights="auto").weight_bytes == planned(twin, weights=form).weight_bytes
-    on_gpu = storage_of(PlanSettings(model=str(twin), weights="auto", device="cuda"))
-    assert on_gpu == ("fp16" if form.startswith("int") else form)
-    assert storage_of(PlanSettings(weights="auto")) == "fp16"  # the toy's
+@pytest.mark.parametrize(
+    ("kind", "weights", "kv_dtype"),
+    [("F32", "fp32", "fp32"), ("F16", "fp16", "fp16"), ("Q8_0", "int8", "fp16"), ("Q4_0", "int4", "fp16")],
+)
+def test_by_default_weights_are_as_stored_and_kv_is_fp16_for_numbers_of_16_bits(
+    tmp_path: Path, kind: str, weights: Storage, kv_dtype: Storage
+) -> None:
+    file = to_gguf(random_hf(tmp_path / "hf", config_of("llama")), tmp_path / "file.gguf", Kind[kind])
+    plan = made(file)
+    assert (plan.weights, plan.kv_dtype) == (weights, kv_dtype)
+    assert plan.kv.weight_bytes == planned(file, weights=weights).weight_bytes
+    assert plan.kv.bytes_per_element == (4 if kv_dtype == "fp32" else 2)
+    text = plan_text(plan)
+    assert f", {weights} (" in text and kind in text.splitlines()[0] and f"per token, {kv_dtype}" in text
+    on_gpu = made(file, device="cuda", kv_memory=GIB)
+    assert on_gpu.weights == on_gpu.kv_dtype == ("fp16" if weights.startswith("int") else weights)
+
+
+def test_what_is_asked_for_is_taken_whatever_the_file_has(tmp_path: Path) -> None:
+    directory = random_hf(tmp_path, config_of("llama"))
+    plan = made(directory, weights="int8", kv_dtype="fp16")
+    assert (plan.weights, plan.weights_why, plan.kv_dtype) == ("int8", "--weights", "fp16")
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"dtype": "bfloat16"}))
-    assert storage_of(PlanSettings(model=str(directory), weights="auto")) == "bf16"
+    assert (made(directory).weights, made(directory).kv_dtype) == ("bf16", "fp16")
+    assert (made(directory, device="cuda").weights, made(directory, device="cuda").kv_dtype) == ("bf16", "bf16")
+
+
+def test_the_toy_keeps_k_and_v_in_fp32() -> None:
+    assert (made("toy").weights, made("toy").kv_dtype) == ("fp16", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("free", "pool", "fits", "why"),
+    [
+        (9_999, 128 * MIB, "64 sequences of 1,024 tokens at once", "every slot at full length"),
+        (200, 100 * MIB, "50 sequences of 1,024 tokens at once, or 64 of 512", "half of the 200 MiB that the weights"),
+        (10, 5 * MIB, "2 sequences of 1,024 tokens at once", "half of the 10 MiB that the weights leave free"),
+        (1, MIB // 2, "no sequence of 1,024 tokens at once", "half of the 1 MiB that the weights leave free"),
+        (-5, 0, "no sequence of 1,024 tokens at once", "half of the 0 B that the weights leave free"),
+    ],
+)
+def test_the_default_pool_is_half_of_what_is_free_at_most_and_says_what_that_means(
+    monkeypatch: pytest.MonkeyPatch, free: int, pool: int, fits: str, why: str
+) -> None:
+    """The toy takes 2 MiB for a full sequence."""
+    weights = made("toy").kv.weight_bytes
+    monkeypatch.setattr("tokenteller.server.planning.available_memory", lambda: weights + free * MIB)
+    plan = made("toy")
+    assert plan.kv.pool_bytes == pool
+    assert f": {fits} ({why}" in plan_text(plan)
+    assert planned(Path("toy"), kv_memory=3 * MIB).pool_bytes == 3 * MIB
+
+
+def test_a_budget_beyond_the_memory_there_is_is_refused_before_weights_are_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = made("toy", kv_memory=8 * MIB)
+    check_memory(plan)
+    monkeypatch.setattr("tokenteller.server.planning.available_memory", lambda: 10 * MIB)
+    said = "needs 13.79 MiB .weights 5.79 MiB, K/V pool 8 MiB., but 10 MiB are available; lower --kv-memory"
+    with pytest.raises(MemoryError, match=said):
+        check_memory(plan)
+    with pytest.raises(ValueError, match="one sequence of 1,024 tokens needs 2 MiB of K/V"):
+        check_memory(made("toy", kv_memory=4096))
 
 
 def test_head_dim_is_the_configs_own_and_not_width_over_heads(tmp_path: Path) -> None:
@@ -126,7 +187,7 @@ def test_windows_are_told_and_bound_what_a_sequence_takes(tmp_path: Path) -> Non
     config = config_of("mistral", max_position_embeddings=32_768, sliding_window=1024, head_dim=64)
     (tmp_path / "config.json").write_text(json.dumps(config))
     plan = planned(tmp_path, memory=GIB)
-    assert "; 2 layers have a window of 1,024 tokens and keep no more" in plan_text(plan)
+    assert "; 2 layers keep no more than 1,024 tokens" in plan_text(made(tmp_path, memory=GIB))
     assert plan.sequence_bytes == plan.table[-1].bytes_each == plan.table[-4].bytes_each
     assert plan.sequence_bytes < 2048 * plan.bytes_per_token
     longer_chunks = planned(tmp_path, memory=GIB, prefill_chunk=512)

@@ -110,10 +110,10 @@ def daring(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("daring")
 def test_a_server_says_the_same_whether_it_drafts_or_not() -> None:
     bodies = wanted()
-    with serve(slots=16, speculate=0) as live:
+    with serve(slots=16, draft_tokens=0) as live:
         plain = [live.generate(**body) for body in bodies]
         assert not live.service.engine.scheduler.counts.drafted
-    with serve(slots=16, speculate=8) as live:
+    with serve(slots=16, draft_tokens=8) as live:
         counts = live.service.engine.scheduler.counts
         alone = [live.generate(**body) for body in bodies]
         assert counts.drafted >= counts.accepted > 500, "too few to tell"
@@ -143,7 +143,7 @@ def test_a_server_says_the_same_whether_it_drafts_or_not() -> None:
 def test_pool_and_ledger_agree_while_drafts_are_wrong_clients_leave_and_readers_stop(rand: Path) -> None:
     """A small random model soon repeats itself, but not for long at this temperature."""
     rng = random.Random(2)
-    with serve(model=str(rand), slots=8, kv_memory=768 * 1024, speculate=8, buffer_tokens=8) as live:
+    with serve(model=str(rand), slots=8, kv_memory=768 * 1024, draft_tokens=8, buffer_tokens=8) as live:
 
         def one(at: int) -> None:
             body = {"prompt": [at % 7] * rng.randrange(1, 60), "max_tokens": 150, "temperature": 0.3, "seed": at}

@@ -13,6 +13,7 @@ TORCH_FREE = (
     "tokenteller.model.kv_memory",
     "tokenteller.model.machine",
     "tokenteller.server.settings",
+    "tokenteller.server.cli.parse",
     "tokenteller.server.planning",
     "tokenteller.server.errors",
     "tokenteller.server.engine.sequence",

@@ -24,7 +24,7 @@ def toy(request: pytest.FixtureRequest) -> Iterator[Live]:
     """The toy with a pool so narrow that some of a crowd must wait and reused rows come and go."""
     weights, kv_dtype = request.param
     with serve(
-        model="toy", weights=weights, kv_dtype=kv_dtype, slots=12, kv_memory=3 * 2**20, threads=2, speculate=8
+        model="toy", weights=weights, kv_dtype=kv_dtype, slots=12, kv_memory=3 * 2**20, threads=2, draft_tokens=8
     ) as server:
         yield server
 

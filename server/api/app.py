@@ -1,4 +1,4 @@
-"""The composition root: builds the engine from settings and the routes around it."""
+"""Puts the server together: model, pool, scheduler, engine, streams, and the endpoints in front of them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from starlette.exceptions import HTTPException
 from starlette.types import Lifespan
 
 from tokenteller.model.checkpoint import Checkpoint, Progress, load, release_memory
-from tokenteller.model.kv_memory import KVLayout, KVPlan
 from tokenteller.model.kv_pool import KVPool
 from tokenteller.model.machine import usable_cpus
 from tokenteller.model.sampler import LogitsError
@@ -35,52 +34,50 @@ from tokenteller.server.engine.scheduler import Scheduler
 from tokenteller.server.engine.sequence import Event
 from tokenteller.server.errors import ApiError, MethodNotAllowed, NotFound, error_schema
 from tokenteller.server.metrics import Metrics
-from tokenteller.server.planning import make_plan, storage_of
+from tokenteller.server.planning import Plan, check_memory, make_plan
 from tokenteller.server.settings import ServeSettings
 
-REFUSALS: dict[int | str, dict[str, Any]] = {
+ERRORS: dict[int | str, dict[str, Any]] = {
     "default": {
-        "description": "A refusal or a failure, with its reason and numbers",
+        "description": "What went wrong, with the numbers",
         "content": {"application/json": {"schema": error_schema()}},
     }
 }
 
 
-def create_app(settings: ServeSettings) -> FastAPI:
-    """Loads the model, allocates and checks the pool; the engine starts with the app.
+def create_app(settings: ServeSettings, plan: Plan | None = None) -> FastAPI:
+    """Loads the model and makes the pool; the engine starts and ends with the app. `plan`: what make_plan returned.
 
-    Raises ConfigError or CheckpointError for the model, PoolMemoryError and ValueError for the memory.
+    Raises ConfigError or CheckpointError for the model, PoolMemoryError, MemoryError or ValueError for the memory.
     """
-    _, layout, plan = make_plan(settings)
-    threads = settings.threads or usable_cpus().usable
-    use_threads(threads)
-    if not layout.rows_that_fit(plan.pool_bytes):
-        raise ValueError("; ".join(plan.advice))
-    checkpoint, runner = _loaded(settings, layout, plan, threads)
-    metrics = Metrics(checkpoint.name)
-    scheduler = _scheduler(settings, layout, plan)
-    one_row_s = _warmed(runner, checkpoint.name)
+    plan = plan or make_plan(settings)
+    check_memory(plan)
+    checkpoint, runner = _load(settings, plan)
+    name = settings.served_model_name or checkpoint.name
+    metrics = Metrics(name)
+    scheduler = _scheduler(settings, plan)
+    one_row_s = _warm_up(runner, name)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         loop = asyncio.get_running_loop()
 
-        def hand_over(receive: Callable[..., None], *what: list[Event] | str) -> None:
+        def on_the_loop(receive: Callable[..., None], *what: list[Event] | str) -> None:
             with suppress(RuntimeError):  # the loop is closed: nobody is left to read
                 loop.call_soon_threadsafe(receive, *what)
 
         engine = Engine(
             scheduler,
             runner,
-            deliver=lambda events: hand_over(streams.deliver, events),
-            ended=lambda reason: hand_over(streams.end_all, reason),
+            deliver=lambda events: on_the_loop(streams.deliver, events),
+            ended=lambda reason: on_the_loop(streams.end_all, reason),
             one_row_s=one_row_s,
             metrics=metrics,
         )
-        streams = _streams(settings, checkpoint, engine, metrics)
-        app.state.service = service = Service(settings, checkpoint.name, plan, engine, streams, metrics)
+        streams = _streams(settings, checkpoint, name, engine, metrics)
+        app.state.service = service = Service(settings, name, plan.kv, engine, streams, metrics)
         app.state.pool_feed = PoolFeed(service)
-        metrics.show_levels(lambda: operations.levels(service, loop), operations.build_info(service), layout)
+        metrics.show_levels(lambda: operations.levels(service, loop), operations.build_info(service), plan.layout)
         engine.start()
         tasks = [asyncio.create_task(work) for work in (Watchdog(streams).run(), log_stats(service))]
         try:
@@ -90,54 +87,58 @@ def create_app(settings: ServeSettings) -> FastAPI:
                 task.cancel()
             await asyncio.to_thread(engine.stop)
 
-    return _face(settings, lifespan, metrics)
+    return _routes(settings, lifespan, metrics)
 
 
-def _loaded(settings: ServeSettings, layout: KVLayout, plan: KVPlan, threads: int) -> tuple[Checkpoint, Runner]:
-    """The model, and a runner with a pool for it."""
-    progress = Progress(sys.stderr)
-    checkpoint = load(settings.model, storage_of(settings), settings.device, layout.max_context, progress)
-    pool = KVPool(layout, plan.slots, settings.device, None if settings.kv_dtype else checkpoint.decoder.kv_dtype)
-    pool.check(plan.pool_bytes)
-    max_rows = plan.slots * (1 + settings.speculate) + settings.prefill_chunk
+def _load(settings: ServeSettings, plan: Plan) -> tuple[Checkpoint, Runner]:
+    """The model, and the runner that computes its steps in a pool of the planned size."""
+    threads = settings.threads or usable_cpus().usable
+    use_threads(threads)
+    checkpoint = load(settings.model, plan.weights, settings.device, plan.layout.max_context, Progress(sys.stderr))
+    as_the_weights = settings.kv_dtype == "auto" and settings.device != "cpu"
+    kv_dtype = checkpoint.decoder.kv_dtype if as_the_weights else None
+    pool = KVPool(plan.layout, plan.kv.slots, settings.device, kv_dtype)
+    pool.check(plan.kv.pool_bytes)
+    if settings.prefault:
+        pool.prefault(plan.kv.pool_bytes)
+    max_rows = plan.kv.slots * (1 + settings.draft_tokens) + settings.prefill_chunk
     return checkpoint, Runner(checkpoint.decoder, pool, max_rows, threads=threads)
 
 
-def _scheduler(settings: ServeSettings, layout: KVLayout, plan: KVPlan) -> Scheduler:
+def _scheduler(settings: ServeSettings, plan: Plan) -> Scheduler:
     sure_rows = min(SURE_ROWS, settings.prefill_chunk)
-    ledger = KVLedger(layout, plan.slots, plan.pool_bytes)
+    ledger = KVLedger(plan.layout, plan.kv.slots, plan.kv.pool_bytes)
     admission = Admission(ledger, settings.admission, sure_rows)
     return Scheduler(
         admission,
         settings.prefill_chunk,
         token_gap_s=settings.token_gap / 1000 if settings.token_gap else None,
-        bypass_limit=settings.bypass_limit,
         hold_limit_s=settings.slow_reader_timeout,
-        explain=settings.explain or settings.explain_json,
-        draft_tokens=settings.speculate,
+        explain=settings.explain,
+        draft_tokens=settings.draft_tokens,
     )
 
 
-def _streams(settings: ServeSettings, checkpoint: Checkpoint, engine: Engine, metrics: Metrics) -> Streams:
+def _streams(settings: ServeSettings, checkpoint: Checkpoint, name: str, engine: Engine, metrics: Metrics) -> Streams:
     return Streams(
         engine,
         checkpoint.tokenizer,
         vocab_size=checkpoint.config.vocab_size,
         slow_reader_s=settings.slow_reader_timeout,
         queue_limits=QueueLimits(settings.queue_limit, settings.queue_tokens),
-        model_name=checkpoint.name,
+        model_name=name,
         metrics=metrics,
     )
 
 
-def _warmed(runner: Runner, name: str) -> float:
+def _warm_up(runner: Runner, name: str) -> float:
     """Makes the first tokens. Returns the seconds that a step of one row takes."""
     try:
         runner.warm_up()
     except LogitsError as error:
-        raise ValueError(f"{name}: the weights make no numbers: {error}") from error
+        raise ValueError(f"{name}: the weights give logits that are not numbers: {error}") from error
     began = time.monotonic()
-    runner.warm_up()  # once more, for its time
+    runner.warm_up()  # compiled and paged in by now
     one_row_s = time.monotonic() - began
     end_idle_threads()
     return one_row_s
@@ -147,18 +148,18 @@ def settle_process() -> None:
     """Tidies up after loading, in a process that does nothing but serve: it changes what a host process shares."""
     gc.collect()
     release_memory()
-    gc.freeze()  # the libraries' objects live for ever: a full collection over them would stop every stream
+    gc.freeze()  # what libraries keep for ever need not be scanned again: a full collection would stall every stream
 
 
-def _face(settings: ServeSettings, lifespan: Lifespan[FastAPI], metrics: Metrics) -> FastAPI:
-    """What the world sees: routes, the door in front of them, and errors in one form."""
+def _routes(settings: ServeSettings, lifespan: Lifespan[FastAPI], metrics: Metrics) -> FastAPI:
+    """The endpoints, what guards them, and one shape for all errors."""
     app = FastAPI(
         title="tokenteller",
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
         redirect_slashes=False,
-        responses=REFUSALS,
+        responses=ERRORS,
     )
     app.add_middleware(Middleware, metrics=metrics, keys=[key.get_secret_value() for key in settings.api_key])
     if settings.cors_origin:  # outermost: a browser's preflight carries no key
@@ -181,7 +182,7 @@ async def _api_error(request: Request, error: Exception) -> JSONResponse:
 
 
 async def _http_error(request: Request, error: Exception) -> JSONResponse:
-    """The framework's own refusals (no such path, no such method) in our form."""
+    """The framework's own errors (no such path, no such method) in our shape."""
     assert isinstance(error, HTTPException)
     ours = MethodNotAllowed if error.status_code == 405 else NotFound
     response = await _api_error(request, ours(f"{request.method} {request.url.path[:200]}: {error.detail}"))

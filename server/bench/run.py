@@ -47,7 +47,7 @@ def _serve_settings(settings: BenchSettings) -> ServeSettings:
     chosen = settings.model_dump(include={*ModelSettings.model_fields, "threads"}, exclude={"slots"})
     most = max(settings.streams)
     chosen |= {"slots": most, "queue_limit": most, "queue_tokens": most * max(settings.context, *CONTEXTS)}
-    return ServeSettings(**chosen, speculate=0)
+    return ServeSettings(**chosen, draft_tokens=0)
 
 
 async def _measure(settings: BenchSettings, app: FastAPI, start_s: dict[str, float]) -> dict[str, Any]:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import json
 
-from pydantic_settings import CliApp
-
+from tokenteller.server.cli.parse import parse
 from tokenteller.server.settings import BenchSettings
 
 
 def run(arguments: list[str]) -> int:
-    settings = CliApp.run(BenchSettings, cli_args=arguments)
+    settings = parse("bench", BenchSettings, arguments)
     from tokenteller.server.bench import bench, bench_text
 
     report = bench(settings)

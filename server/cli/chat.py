@@ -10,9 +10,9 @@ from contextlib import closing, contextmanager, nullcontext, suppress
 from typing import Any
 
 import httpx
-from pydantic_settings import CliApp
 
 from tokenteller.server.cli.generate import own_server
+from tokenteller.server.cli.parse import parse
 from tokenteller.server.settings import ChatSettings
 
 ROOM = 1024  # tokens an answer may have where --max-tokens does not say
@@ -22,7 +22,7 @@ _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f]")  # what a model writes mu
 
 
 def run(arguments: list[str]) -> int:
-    settings = CliApp.run(ChatSettings, cli_args=arguments)
+    settings = parse("chat", ChatSettings, arguments)
     url = str(settings.url).rstrip("/").removesuffix("/v1") if settings.url else None
     headers = {"Authorization": f"Bearer {settings.api_key[0].get_secret_value()}"} if settings.api_key else {}
     with nullcontext(url) if url else own_server(settings) as url:

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 
 import httpx
-from pydantic_settings import CliApp
 
-from tokenteller.server.settings import GenerateSettings, ModelSettings, ServeSettings
+from tokenteller.server.cli.parse import parse
+from tokenteller.server.settings import GenerateSettings, LoadSettings, ServeSettings
 
 
 def run(arguments: list[str]) -> int:
-    settings = CliApp.run(GenerateSettings, cli_args=arguments)
+    settings = parse("generate", GenerateSettings, arguments, positional="prompt")
     body = settings.model_dump(include={"prompt", "max_tokens", "temperature", "seed"}, exclude_none=True)
     headers = {"Authorization": f"Bearer {settings.api_key[0].get_secret_value()}"} if settings.api_key else {}
     with nullcontext(str(settings.url).rstrip("/")) if settings.url else own_server(settings) as url:
@@ -44,10 +44,10 @@ def _print_text(response: httpx.Response) -> None:
 
 
 @contextmanager
-def own_server(settings: ModelSettings) -> Iterator[str]:
+def own_server(settings: LoadSettings) -> Iterator[str]:
     """The URL of a server with one slot, in a thread of this process, for as long as the block runs."""
     from tokenteller.server.embedded import LOOPBACK, embedded
 
-    chosen = settings.model_dump(include=set(ModelSettings.model_fields), exclude={"slots"})
+    chosen = settings.model_dump(include=set(LoadSettings.model_fields), exclude={"slots"})
     with embedded(ServeSettings(**chosen, slots=1).model_copy(update=LOOPBACK)) as server:
         yield server.url

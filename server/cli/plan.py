@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import json
 
-from pydantic_settings import CliApp
-
+from tokenteller.server.cli.parse import parse
 from tokenteller.server.planning import make_plan, plan_text
 from tokenteller.server.settings import PlanSettings
 
 
 def run(arguments: list[str]) -> int:
-    settings = CliApp.run(PlanSettings, cli_args=arguments)
-    plan = make_plan(settings)[2]
-    print(json.dumps(plan.to_json()) if settings.json_ else plan_text(plan))
+    settings = parse("plan", PlanSettings, arguments)
+    plan = make_plan(settings)
+    print(json.dumps(plan.kv.to_json()) if settings.json_ else plan_text(plan))
     return 0

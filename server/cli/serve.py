@@ -11,12 +11,14 @@ import ssl
 import sys
 from typing import TYPE_CHECKING, Any
 
-from pydantic_settings import CliApp, SettingsError
+from pydantic_settings import SettingsError
 
+from tokenteller.model.machine import usable_cpus
 from tokenteller.server import logs
 from tokenteller.server.cli.listen import address_text, bind, listen
+from tokenteller.server.cli.parse import parse
 from tokenteller.server.cli.terminal import silence_stdout
-from tokenteller.server.planning import make_plan, plan_text
+from tokenteller.server.planning import Plan, check_memory, make_plan, plan_text, threads_text
 from tokenteller.server.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -26,18 +28,34 @@ log = logging.getLogger("tokenteller")
 
 
 def run(arguments: list[str]) -> int:
-    settings = CliApp.run(ServeSettings, cli_args=arguments)
+    settings = parse("serve", ServeSettings, arguments)
     _check_certificate(settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it loads; process 1 has no default action
-    logs.set_up("json" if settings.explain_json else settings.log_format, settings.log_level)
+    logs.set_up(settings.log_format, settings.log_level)
     listeners = bind(settings.host, settings.port)
-    plan = make_plan(settings)[2]
-    announce(settings, plan_text(plan), "plan", {"pool_bytes": plan.pool_bytes, "weight_bytes": plan.weight_bytes})
+    plan = make_plan(settings)
+    _announce_plan(settings, plan)
+    check_memory(plan)
     from tokenteller.server.api.app import create_app, settle_process
 
-    app = create_app(settings)
+    app = create_app(settings, plan)
     settle_process()
     return serve(app, settings, listeners)
+
+
+def _announce_plan(settings: ServeSettings, plan: Plan) -> None:
+    cpus = usable_cpus()
+    threads = settings.threads or cpus.usable
+    fields = {
+        "weights": plan.weights,
+        "weight_bytes": plan.kv.weight_bytes,
+        "kv_dtype": plan.kv_dtype,
+        "pool_bytes": plan.kv.pool_bytes,
+        "full_sequences": plan.kv.table[-1].fit,
+        "max_context": plan.kv.max_context,
+        "threads": threads,
+    }
+    announce(settings, f"{plan_text(plan)}\n{threads_text(threads, cpus)}", "plan", fields)
 
 
 def _check_certificate(settings: ServeSettings) -> None:

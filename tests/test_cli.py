@@ -86,7 +86,7 @@ def test_a_pool_too_small_for_one_sequence_is_told_before_any_weight_is_loaded(r
         (["plan", "--memory", "1GiB", "--kv-memory", "1MiB"], {}, "--memory and --kv-memory"),
         (["plan", "--max-context", "5000"], {}, "--max-context 5000"),
         (["serve", "--port", "0", "--max-context", "5000"], {}, "--max-context 5000"),
-        (["plan", "--weights", "int4", "--device", "cuda"], {}, "--weights int4: only on the CPU, not on cuda"),
+        (["plan", "--weights", "int4", "--device", "cuda"], {}, "--weights int4: needs the CPU, not cuda"),
         (["plan"], {"TOKENTELLER_KV_MEMROY": "8MiB"}, "did you mean TOKENTELLER_KV_MEMORY?"),
         (["frobnicate"], {}, "usage"),
         (["serve", "--speculate", "4"], {}, "--speculate is now --draft-tokens"),

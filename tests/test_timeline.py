@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tokenteller.model.kv_memory import KVLayout
-from tokenteller.server.engine.demand import PROMPT, SLOTS
+from tokenteller.server.engine.demand import BYTES, PROMPT, SLOTS
 
 
 def test_demand_by_hand() -> None:
@@ -38,6 +38,14 @@ def test_demand_is_what_is_held_when_all_advance_in_lockstep(layout: KVLayout, s
             if step == growth and slot is not None:
                 admission.end(slot, keep=False, by_itself=False)
     assert not ledger.allocations and not admission.running_demand().size
+
+
+def test_a_reservation_is_charged_what_an_immediate_start_would_hold_and_never_less_than_its_own() -> None:
+    """A prompt of 4 rows that may grow to 12, reserved 3 steps ahead: 7 rows by then, had it started now."""
+    model = admission_of().model
+    reserved, due = model.reserved(4, 12, 3), model.running(4, 4, 12, 3)
+    assert reserved.amounts[BYTES].tolist() == [FOUR_A_PAGE.committed(min(rows, 12)) for rows in range(7, 16)]
+    assert (reserved.amounts >= due.amounts).all() and (reserved.begin, reserved.end) == (due.begin, due.end)
 
 
 @given(st.lists(st.tuples(st.integers(0, 12), st.integers(1, 40)), max_size=8), st.integers(1, 9))

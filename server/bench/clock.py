@@ -1,4 +1,4 @@
-"""Times the parts of a step by wrapping the calls between them."""
+"""Times the parts of a running engine's steps by wrapping the calls between them."""
 
 from __future__ import annotations
 
@@ -11,13 +11,20 @@ from tokenteller.server.api.service import Service
 from tokenteller.server.engine.sequence import Event, Step
 
 
-class Clock:
-    """Seconds spent in wrapped calls, by name."""
+class StepClock:
+    """Collects the steps in which exactly `rows` sequences decode and nothing else is computed."""
 
-    def __init__(self) -> None:
-        self.seconds: dict[str, float] = {}
+    def __init__(self, service: Service) -> None:
+        self.seconds: dict[str, float] = {}  # of the current step, by call
+        self.measure(0)
+        engine, streams = service.engine, service.streams
+        self._wrap(engine.scheduler, "plan", "commit")
+        self._wrap(engine.runner, "_batch", "run")
+        self._wrap(engine.runner.decoder, "forward")
+        self._plan, self._deliver = engine.scheduler.plan, streams.deliver
+        engine.scheduler.plan, streams.deliver = self._next_step, self._received  # type: ignore[method-assign]
 
-    def wrap(self, owner: Any, *names: str) -> None:
+    def _wrap(self, owner: Any, *names: str) -> None:
         for name in names:
             setattr(owner, name, self._timed(name, getattr(owner, name)))
 
@@ -29,20 +36,6 @@ class Clock:
             return result
 
         return timed
-
-
-class StepClock(Clock):
-    """Collects the steps of a running engine in which exactly `rows` sequences decode and nothing else is computed."""
-
-    def __init__(self, service: Service) -> None:
-        super().__init__()
-        self.measure(0)
-        engine, streams = service.engine, service.streams
-        self.wrap(engine.scheduler, "plan", "commit")
-        self.wrap(engine.runner, "_batch", "run")
-        self.wrap(engine.runner.decoder, "forward")
-        self._plan, self._deliver = engine.scheduler.plan, streams.deliver
-        engine.scheduler.plan, streams.deliver = self._next_step, self._received  # type: ignore[method-assign]
 
     def measure(self, rows: int) -> None:
         """Forgets what was collected and waits for steps of so many sequences."""
@@ -69,9 +62,9 @@ class StepClock(Clock):
         self._deliver(events)
 
     def parts(self) -> dict[str, float]:
-        """Mean seconds of a step by part, empty if none was measured.
+        """Mean seconds by part over the middle half of the steps, so that the parts add up and pauses do not count.
 
-        Over the middle half of the steps, so that the parts add up and pauses do not count.
+        Empty if there was no such step.
         """
         steps = sorted(self.steps[2:], key=lambda step: step["step"])
         if not steps:

@@ -26,12 +26,10 @@ def bench_text(report: dict[str, Any]) -> str:
     out = StringIO()
     Console(file=out, width=160).print(table)
     rest = size(report["resident_bytes"] - weights - pool)
-    start = ", ".join(f"{part} {seconds:.2f} s" for part, seconds in report["start_s"].items())
     return (
         f"{report['model']} in {report['weights']}, {report['threads']} threads\n\n{out.getvalue()}\n"
         f"resident  {size(report['resident_bytes'])}: weights {size(weights)} as planned, "
-        f"K/V {size(pool)} of {size(report['pool_planned_bytes'])}, the rest {rest}\n"
-        f"start     {start}"
+        f"K/V {size(pool)} of {size(report['pool_planned_bytes'])}, the rest {rest}"
     )
 
 

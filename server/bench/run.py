@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,9 @@ from tokenteller.server.api import app as root
 from tokenteller.server.api.generate import NativeAnswer
 from tokenteller.server.api.service import Service
 from tokenteller.server.api.streams import GenerationRequest
-from tokenteller.server.bench.clock import Clock, StepClock
+from tokenteller.server.bench.clock import StepClock
 from tokenteller.server.bench.kernels import kernel_seconds, roofline
 from tokenteller.server.bench.report import PARTS
-from tokenteller.server.engine.runner import Runner
 from tokenteller.server.settings import BenchSettings, ModelSettings, ServeSettings
 
 CONTEXTS = (16, 64, 256, 1024, 4096)  # what --profile measures beside --context
@@ -31,15 +28,7 @@ def bench(settings: BenchSettings) -> dict[str, Any]:
 
     Raises what create_app raises, and ValueError for what the pool or the context cannot hold at once.
     """
-    imported, clock, warm_up = _process_age(), Clock(), Runner.warm_up
-    clock.wrap(Runner, "warm_up")
-    try:
-        app = root.create_app(_serve_settings(settings))
-    finally:
-        Runner.warm_up = warm_up  # type: ignore[method-assign]
-    ready, compiled = _process_age(), clock.seconds["warm_up"]  # compiles, or reads what was compiled before
-    start_s = {"import": imported, "load": ready - imported - compiled, "compile": compiled, "all": ready}
-    return asyncio.run(_measure(settings, app, start_s))
+    return asyncio.run(_measure(settings, root.create_app(_serve_settings(settings))))
 
 
 def _serve_settings(settings: BenchSettings) -> ServeSettings:
@@ -50,7 +39,7 @@ def _serve_settings(settings: BenchSettings) -> ServeSettings:
     return ServeSettings(**chosen, draft_tokens=0)
 
 
-async def _measure(settings: BenchSettings, app: FastAPI, start_s: dict[str, float]) -> dict[str, Any]:
+async def _measure(settings: BenchSettings, app: FastAPI) -> dict[str, Any]:
     async with app.router.lifespan_context(app):
         service: Service = app.state.service
         clock, plan, runner = StepClock(service), service.plan, service.engine.runner
@@ -61,7 +50,6 @@ async def _measure(settings: BenchSettings, app: FastAPI, start_s: dict[str, flo
             "model": service.model_name,
             "weights": runner.decoder.storage,
             "threads": runner.threads,
-            "start_s": start_s,
             "resident_bytes": int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE"),
             "weights_planned_bytes": plan.weight_bytes,
             "pool_planned_bytes": plan.pool_bytes,
@@ -135,11 +123,3 @@ def _point(service: Service, profile: bool, rows: int, context: int, seconds: di
         "loop_cpu_s": seconds["loop"],
         "floor": roofline(decoder, pool.layout.kv_bytes(context), rows, context),
     }
-
-
-def _process_age() -> float:
-    """Seconds since this process started; 0 where there is no /proc."""
-    with suppress(OSError):
-        ticks = int(Path("/proc/self/stat").read_text().rsplit(")", 1)[1].split()[19])
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - ticks / os.sysconf("SC_CLK_TCK")
-    return 0.0

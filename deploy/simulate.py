@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from measure.arguments import number
-from simulation.eviction import EvictingServer
-from simulation.jobs import MIXES, TraceError, mix_jobs, trace_jobs
-from simulation.loop import Figures, Machine, Server, run
-from simulation.real import RealScheduler
+from simulation.jobs import MIXES, Job, TraceError, mix_jobs, trace_jobs
+from simulation.servers import EvictingServer, Figures, Machine, RealScheduler
 
 from tokenteller.model.kv_memory import KVLayout
 
@@ -32,6 +32,33 @@ HEADINGS = (
     *("mix", "rule", "at once", "pool used", "steps", "stalled %", "rejected", "evicted", "late"),
     *("ratio p50", "p90", "time", "queue p50", "p99", "req/s", "tokens/s"),
 )
+
+
+def run(server: RealScheduler | EvictingServer, jobs: Iterator[Job], machine: Machine) -> Figures:
+    """Feeds the jobs to the server, each at its arrival or as soon as the queue has room, until all are done."""
+    figures, began = server.figures, time.process_time()
+    fitting = _that_fit(jobs, machine, figures)
+    job = next(fitting, None)
+    while job or server.busy():
+        while job and job.arrival <= figures.time and server.queue_length() < machine.queue:
+            server.submit(job)
+            job = next(fitting, None)
+        if job and not server.busy():
+            figures.time = job.arrival
+            continue
+        server.step()
+    figures.cpu_s = time.process_time() - began
+    return figures
+
+
+def _that_fit(jobs: Iterator[Job], machine: Machine, figures: Figures) -> Iterator[Job]:
+    """Drops and counts the jobs that a server would reject, as neither context nor pool can ever hold them."""
+    most = machine.layout.tokens_that_fit(machine.pool_bytes)
+    for job in jobs:
+        if job.prompt + job.max_tokens <= most:
+            yield job
+        else:
+            figures.rejected += 1
 
 
 def parse(argv: list[str] | None = None) -> argparse.Namespace:
@@ -95,7 +122,7 @@ def simulate(options: argparse.Namespace) -> None:
         for rule in options.rule:
             jobs = trace_jobs(name) if options.trace else mix_jobs(name, options.requests, options.seed)
             evicts = rule in ("optimistic", "restart")
-            server: Server = EvictingServer(where, rule == "optimistic") if evicts else RealScheduler(where, rule)
+            server = EvictingServer(where, rule == "optimistic") if evicts else RealScheduler(where, rule)
             table.append((Path(name).name, rule, *row(run(server, jobs, where), where.pool_bytes)))
             while table:
                 print("".join(f"{cell:>12}" for cell in table.pop(0)), flush=True)

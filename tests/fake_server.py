@@ -16,7 +16,6 @@ from typing import Any
 import load_test
 from measure.figures import summarise
 from measure.load import run_load
-from measure.options import parse
 
 SCRIPT = Path(load_test.__file__)
 Answer = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
@@ -152,7 +151,7 @@ def gapped(endpoint: str) -> Answer:
 
 
 def arguments(url: str, *flags: str) -> argparse.Namespace:
-    return parse(["--url", url, *flags], "")
+    return load_test.parse(["--url", url, *flags])
 
 
 def measure(answer: Answer, *flags: str) -> tuple[dict[str, Any], FakeServer]:

@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import simulate
-from simulation.eviction import EvictingServer
+from simulate import run
 from simulation.jobs import MIXES, Job, mix_jobs, trace_jobs
-from simulation.loop import Machine, run
-from simulation.real import RealScheduler
+from simulation.servers import EvictingServer, Machine, RealScheduler
 
 from tokenteller.model.kv_memory import KVLayout
 

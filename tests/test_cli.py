@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 import pytest
+from checkpoints import random_llama
 from fastapi import FastAPI
 from live import Live, process
 
@@ -127,6 +128,29 @@ def test_a_port_in_use_is_told_before_the_model_is_looked_at(host: str) -> None:
     assert result.stderr == f"tokenteller: cannot listen on {host}:{port}: Address already in use\n"
 
 
+def test_a_bad_tokenizer_is_told_before_weights_are_read(tmp_path: Path) -> None:
+    directory = random_llama(tmp_path)
+    (directory / "tokenizer.json").write_text('{"model": {}}')
+    result = run("serve", "--model", str(directory), "--port", "0")
+    assert result.returncode == 1
+    assert "tokenizer.json" in result.stderr and result.stderr.count("\n") == 1  # no progress of weights
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        (["--ssl-certfile", "/nowhere.pem"], "--ssl-certfile: Path does not point to a file (got '/nowhere.pem')"),
+        (["--ssl-keyfile", __file__], "--ssl-keyfile: needs --ssl-certfile, too"),
+        (["--ssl-certfile", __file__], f"--ssl-certfile: {__file__} cannot be used"),
+        (["--api-key", "@/nowhere"], "--api-key: cannot read keys from /nowhere"),
+    ],
+)
+def test_keys_and_certificates_are_read_before_the_model_is_looked_at(flags: list[str], said: str) -> None:
+    result = run("serve", "--model", "/nowhere", "--port", "0", *flags)
+    assert result.returncode == 2
+    assert said in result.stderr and result.stderr.count("\n") == 1
+
+
 @pytest.mark.parametrize(("host", "code"), [("a..b", 2), ("192.0.2.1", 1)])
 def test_a_host_that_is_not_ours_is_told_before_the_model_is_looked_at(host: str, code: int) -> None:
     result = run("serve", "--port", "0", "--model", "/nowhere", "--host", host)
@@ -134,9 +158,21 @@ def test_a_host_that_is_not_ours_is_told_before_the_model_is_looked_at(host: str
     assert host in result.stderr and "/nowhere" not in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_of_two_that_are_bound_to_a_port_one_may_listen() -> None:
-    (one,), settings = bind("127.0.0.1", 0), ServeSettings()
-    with one, bind("127.0.0.1", one.getsockname()[1])[0] as other:
+def test_a_second_server_on_a_port_is_refused_while_the_first_one_still_loads() -> None:
+    (one,) = bind("127.0.0.1", 0)
+    with one:
+        port = one.getsockname()[1]
+        result = run("serve", "--model", "/nowhere", "--port", str(port))
+    said = f"cannot listen on 127.0.0.1:{port}: another tokenteller is starting or running there"
+    assert (result.returncode, result.stderr) == (1, f"tokenteller: {said}\n")
+
+
+def test_a_server_of_another_kind_that_listens_meanwhile_is_told() -> None:
+    settings = ServeSettings()
+    with socket.socket() as one:
+        one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        one.bind(("127.0.0.1", 0))
+        (other,) = bind("127.0.0.1", one.getsockname()[1])
         one.listen()
         with pytest.raises(ValueError, match=r"cannot listen on 127\.0\.0\.1:\d+: Address"):
             serve(FastAPI(), settings, [other])

@@ -147,6 +147,7 @@ def _warm_up(runner: Runner, name: str) -> float:
 def settle_process() -> None:
     """Tidies up after loading, in a process that does nothing but serve: it changes what a host process shares."""
     gc.collect()
+    gc.enable()
     release_memory()
     gc.freeze()  # what libraries keep for ever need not be scanned again: a full collection would stall every stream
 

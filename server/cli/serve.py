@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import resource
 import signal
-import socket
 import ssl
 import sys
 from typing import TYPE_CHECKING, Any
@@ -15,7 +15,7 @@ from pydantic_settings import SettingsError
 
 from tokenteller.model.machine import usable_cpus
 from tokenteller.server import logs
-from tokenteller.server.cli.listen import address_text, bind, listen
+from tokenteller.server.cli.listen import Listener, address_text, bind, listen
 from tokenteller.server.cli.parse import parse
 from tokenteller.server.cli.terminal import silence_stdout
 from tokenteller.server.planning import Plan, check_memory, make_plan, plan_text, threads_text
@@ -28,6 +28,7 @@ log = logging.getLogger("tokenteller")
 
 
 def run(arguments: list[str]) -> int:
+    gc.disable()  # until settle_process: looking for garbage while importing and loading takes a sixth of their time
     settings = parse("serve", ServeSettings, arguments)
     _check_certificate(settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it loads; process 1 has no default action
@@ -80,7 +81,7 @@ def announce(settings: ServeSettings, text: str, event: str, fields: dict[str, A
         silence_stdout()
 
 
-def serve(app: FastAPI, settings: ServeSettings, listeners: list[socket.socket]) -> int:
+def serve(app: FastAPI, settings: ServeSettings, listeners: list[Listener]) -> int:
     """Serves on the bound sockets until SIGTERM or SIGINT, then drains; a second signal ends it at once.
 
     Returns 0, or 1 if the engine failed. Raises ValueError if another process listens on the address by now.
@@ -95,7 +96,7 @@ def serve(app: FastAPI, settings: ServeSettings, listeners: list[socket.socket])
     server = HttpServer(app, settings, ready)
     _raise_file_limit()
     listen(listeners, server.config.backlog)
-    server.run(listeners)
+    server.run([*listeners])
     code = server.drain.exit_code if server.drain else 1
     if server.started and app.state.service.engine.running:
         logging.shutdown()

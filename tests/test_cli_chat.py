@@ -160,6 +160,18 @@ def test_without_a_url_the_model_is_loaded_here(rand: Path) -> None:
     assert result.returncode == 0 and len(result.stdout) > 1
 
 
+def test_an_interrupt_spares_the_server_that_runs_in_the_same_process() -> None:
+    with terminal("--model", "toy", "--max-tokens", "900", "--max-context", "1024") as chat:
+        for _ in range(2):  # the second waits for the one slot that there is
+            chat.type("Speak.\n")
+            chat.wait_for("Speak.")
+            chat.wait_for("e")
+            chat.type("\x03")
+            chat.wait_for("\n> ")
+        chat.type("\x04")
+        assert chat.exit_code() == 0
+
+
 @pytest.mark.parametrize(("url", "told"), [("http://127.0.0.1:9", "no server at"), ("", "does not speak")])
 def test_what_is_no_server_is_one_line_and_exit_code_1(url: str, told: str, server: Live) -> None:
     result = script("one\n", "--url", url or server.url + "/plan?")

@@ -21,6 +21,7 @@ import pytest
 from live import parse_sse, stream_raw
 
 from tokenteller.server import embedded
+from tokenteller.server.settings import ServeSettings
 from tokenteller.testing import RunningServer, StartError, running
 
 EXAMPLE = Path(__file__).parent / "example"
@@ -121,6 +122,18 @@ def test_streams_may_finish_when_the_block_is_left_and_are_ended_after_the_time_
                     wait_for(lambda: client.get(f"{server.url}/slots").json()["slots"][0]["state"] == "running")
             endings.append(parse_sse(stream.result())[-1]["finish_reason"])
     assert endings == ["length", "shutdown"]
+
+
+def test_a_stuck_engine_does_not_keep_the_block_from_being_left() -> None:
+    go_on = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        with embedded.embedded(ServeSettings(port=0, shutdown_timeout=0)) as server:
+            server.service.engine.runner.run = lambda step: go_on.wait(60)
+            stream = pool.submit(stream_raw, server.url)
+            wait_for(lambda: len(server.service.streams) == 1)
+            left = time.monotonic()
+        assert time.monotonic() - left < 10 and stream.result()
+    go_on.set()
 
 
 def test_stop_may_come_early_and_twice() -> None:

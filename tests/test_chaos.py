@@ -1,4 +1,4 @@
-"""Every way out of a real server at once, on raw sockets: afterwards all counters are back where they began."""
+"""Every kind of end at once, on raw sockets: afterwards all counters are back where they began."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tokenteller.server.api.protocol import HEAD_S
 from tokenteller.server.engine.scheduler import Scheduler
 
 CLIENTS = 40
-WAYS = {  # how often each is tried
+WAYS = {  # weights
     "length": 20,
     "stop token": 8,
     "stop text": 8,
@@ -40,19 +40,19 @@ NONSENSE = (b"{", b'{"prompt": 1}', b'{"prompt": "x", "top_p": 7}', b"\xff\xfe",
 
 
 class Chaos:
-    """Clients that do all there is to do, and what they and the server saw of it."""
+    """Clients that end in every possible way, and what they and the server saw."""
 
     def __init__(self, live: Live, seed: int) -> None:
         self.live = live
         self.rng = random.Random(seed)
         self.address = live.url.removeprefix("http://").split(":")
         self.saw: Counter[str] = Counter()
-        self.served: Counter[str] = Counter()  # how the server says that requests ended
-        self.texts: dict[str, set[str]] = defaultdict(set)  # all answers to a request that must always get the same
+        self.served: Counter[str] = Counter()  # how requests ended by the server's account
+        self.texts: dict[str, set[str]] = defaultdict(set)  # all answers to requests that must always get the same one
         self.steps: list[float] = []
-        self.freed: list[float] = []  # seconds from a cancel to its slots being free
-        self.crossed: Counter[int] = Counter()  # steps that began between a cancel and its being carried out
-        self.stopped_s = 0.0  # the longest time for which the whole process stood still
+        self.freed: list[float] = []  # seconds from a cancel until its slots are free
+        self.crossed: Counter[int] = Counter()  # steps that began between a cancel and its execution
+        self.stopped_s = 0.0  # longest pause of the whole process
         self._watch()
 
     def _watch(self) -> None:
@@ -89,7 +89,7 @@ class Chaos:
         async def client() -> None:
             for way in ways:
                 told = await asyncio.wait_for(self._one(way), 300)
-                while way == "slow reader" and told == "queue full":  # there are few of them
+                while way == "slow reader" and told == "queue full":  # they are rare
                     told = await asyncio.wait_for(self._one(way), 300)
                 self.saw[told] += 1
 
@@ -105,7 +105,7 @@ class Chaos:
 
     def _body(self, way: str) -> dict[str, Any]:
         rng = self.rng
-        family = rng.randrange(4)  # prompts of a family begin alike
+        family = rng.randrange(4)  # prompts of a family share a prefix
         prompt = [family * 50 + at % 40 for at in range(rng.choice((1, 5, 30, 60, 130)))] + [rng.randrange(3)]
         body: dict[str, Any] = {
             "prompt": prompt,
@@ -136,7 +136,7 @@ class Chaos:
         return body
 
     async def _one(self, way: str) -> str:
-        """One request; what became of it as its client saw it."""
+        """Runs one request. Returns its outcome as the client saw it."""
         body = self._body(way)
         payload = self.rng.choice(NONSENSE) if way == "nonsense" else json.dumps(body).encode()
         sock = socket.socket()
@@ -179,7 +179,7 @@ class Chaos:
         if way == "slow reader":
             ended, end = self.served["slow_reader"], time.monotonic() + 10
             while self.served["slow_reader"] == ended and time.monotonic() < end:
-                await asyncio.sleep(0.1)  # its frames fill what the sockets hold, then it is held, then it is ended
+                await asyncio.sleep(0.1)  # its frames fill the socket buffers, then it is paused, then ended
         told = self._read(way, body, await _rest(reader))
         if told == "queue full":
             await asyncio.sleep(0.01)
@@ -212,24 +212,24 @@ class Chaos:
         return way
 
     def idle(self) -> dict[str, Any]:
-        """What must be the same before and after."""
+        """Everything that must be the same before and after."""
         slots = self.live.wait_idle()["slots"]
         page = httpx.get(self.live.url + "/metrics").text
         tasks = re.search(r"^tokenteller_tasks\S* (\S+)$", page, re.MULTILINE)
         streams, engine = self.live.service.streams, self.live.service.engine
         assert tasks and len(slots) == 8
-        books = engine.ask(lambda scheduler, _: books_of(scheduler)).result(5)
+        state = engine.ask(lambda scheduler, _: ledger_state(scheduler)).result(5)
         pool = self.live.slots()["pool"]
         time.sleep(0.2)  # the connection that asked has closed
-        assert pool["resident_bytes"] == pool["committed_bytes"], "the kernel has another figure"
+        assert pool["resident_bytes"] == pool["committed_bytes"], "ledger and kernel disagree"
         return {
             "tasks": float(tasks[1]),
             "open files": open_files(),
             "streams": len(streams),
-        } | books
+        } | state
 
 
-def books_of(scheduler: Scheduler) -> dict[str, Any]:
+def ledger_state(scheduler: Scheduler) -> dict[str, Any]:
     scheduler.check()
     ledger = scheduler.ledger
     return {
@@ -245,7 +245,7 @@ def books_of(scheduler: Scheduler) -> dict[str, Any]:
 
 
 async def _rest(reader: asyncio.StreamReader) -> bytes:
-    """All that is left."""
+    """The rest of the response."""
     got = b""
     while more := await reader.read(4096):
         got += more
@@ -253,7 +253,7 @@ async def _rest(reader: asyncio.StreamReader) -> bytes:
 
 
 def open_files() -> Counter[str]:
-    """How many of each kind this process has open."""
+    """Open files of this process, by kind."""
     kinds: Counter[str] = Counter()
     for file in Path("/proc/self/fd").iterdir():
         with suppress(FileNotFoundError):
@@ -271,11 +271,11 @@ def quantile(values: list[float], share: float) -> float:
 
 
 @pytest.mark.parametrize("count", [300, pytest.param(20_000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-def test_every_way_out_gives_everything_back(rand: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_kind_of_end_frees_everything(rand: Path, count: int, capsys: pytest.CaptureFixture[str]) -> None:
     settings: dict[str, Any] = {"slots": 8, "kv_memory": 512 * 1024, "prefill_chunk": 16, "queue_limit": 24}
     with serve(model=str(rand), send_buffer=4096, buffer_tokens=8, slow_reader_timeout=0.3, **settings) as live:
         chaos = Chaos(live, seed=count)
-        asyncio.run(chaos.run(count // 10))  # what is made once, is made now
+        asyncio.run(chaos.run(count // 10))  # allocates everything that is allocated once
         time.sleep(0.5)
         before, memory = chaos.idle(), resident_mib()
         began = time.monotonic()
@@ -283,13 +283,13 @@ def test_every_way_out_gives_everything_back(rand: Path, count: int, capsys: pyt
         seconds = time.monotonic() - began
         end = time.monotonic() + 10
         while (after := chaos.idle()) != before and time.monotonic() < end:
-            time.sleep(0.1)  # the last slow readers are given up, the last connections close
+            time.sleep(0.1)  # the last slow readers time out, the last connections close
         assert after == before
         assert before["allocated"] == before["demand"] == before["held"] == 0
         growth = resident_mib() - memory
 
-    assert all(len(texts) == 1 for texts in chaos.texts.values()), "the same request got another answer"
-    assert max(chaos.crossed) <= 1, "a cancel waited for more than the step that was under way"
+    assert all(len(texts) == 1 for texts in chaos.texts.values()), "the same request got different answers"
+    assert max(chaos.crossed) <= 1, "a cancel took more than the current step"
     for way in ("length", "stop", "deadline", "left queued", "left in prefill", "left in decode", "slow_reader"):
         assert chaos.served[way], (way, chaos.served)
     assert all(chaos.saw[way] for way in ("queue full", "too long", "nonsense")), chaos.saw

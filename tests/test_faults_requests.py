@@ -1,5 +1,6 @@
-"""Faults that other servers had with numbers, fields, sampling, admission and leaks, tried on this one, by the numbers
-of the report. Text and streams are in test_faults_text, sockets in test_validation.
+"""Faults seen in other servers: numbers, fields, sampling, admission, leaks. Numbered as in the report.
+
+Text and streams are in test_faults_text, sockets in test_sockets.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ def digits(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 @pytest.fixture(autouse=True)
 def _sound_afterwards(digits: Live, live: Live) -> Iterator[None]:
-    """After every case both servers are as before: right answers, no stream left."""
+    """After every case both servers answer correctly and have no open stream."""
     yield
     assert digits.text("x", max_tokens=3, temperature=0) == "012"
     for server in (digits, live):
@@ -52,7 +53,7 @@ def first_text(response: httpx.Response) -> str:
 # 4 Ways out
 
 
-def test_33_clients_that_leave_during_a_long_prefill_cost_no_more_than_a_chunk(rand: Path) -> None:
+def test_33_disconnects_during_a_long_prefill_cost_no_more_than_a_chunk(rand: Path) -> None:
     with serve(0.002, model=str(rand), prefill_chunk=16) as live:
         for _ in range(5):
             with pytest.raises(httpx.ReadTimeout):
@@ -92,12 +93,12 @@ def test_41_no_kind_of_failure_loses_a_slot(digits: Live) -> None:
 
 @pytest.mark.parametrize(("path", "status"), [("/generate", 422), ("/v1/completions", 400)])
 @pytest.mark.parametrize("value", [-1, -5, 0, True, "10", 10.0, 10.5])
-def test_43_53_a_budget_is_a_positive_integer(digits: Live, path: str, status: int, value: Any) -> None:
+def test_43_53_max_tokens_is_a_positive_integer(digits: Live, path: str, status: int, value: Any) -> None:
     refused = digits.post(path, prompt="x", max_tokens=value)
     assert refused.status_code == status and refused.json()["error"]["param"] == "max_tokens"
 
 
-def test_43_no_budget_is_the_documented_default(digits: Live) -> None:
+def test_43_no_max_tokens_is_the_documented_default(digits: Live) -> None:
     for absent in ({}, {"max_tokens": None}):
         assert digits.generate("x", temperature=0, **absent)["usage"]["completion_tokens"] == 63
         short = digits.post("/v1/completions", prompt="x", temperature=0, **absent).json()
@@ -115,7 +116,7 @@ def test_45_usage_counts_every_token(digits: Live, count: int) -> None:
 
 
 @pytest.mark.parametrize(("prompt", "count"), [(60, 4), (63, 1), (1, 63), (32, 32)])
-def test_47_the_context_is_filled_to_the_last_place_in_order(digits: Live, prompt: int, count: int) -> None:
+def test_47_the_context_is_filled_to_the_last_position_in_order(digits: Live, prompt: int, count: int) -> None:
     body: Body = {"max_tokens": count, "temperature": 0}
     script = "0123456789" * 6 + "012"
     assert digits.text([1] * prompt, **body) == script[prompt - 1 :][:count]
@@ -124,7 +125,7 @@ def test_47_the_context_is_filled_to_the_last_place_in_order(digits: Live, promp
 
 
 @pytest.mark.parametrize("ids", [[-1], [264], [2**40], [1.5], [True], ["1"], [[1]], [None], [65, None]])
-def test_49_a_token_id_is_an_integer_of_the_vocabulary(digits: Live, ids: list[Any]) -> None:
+def test_49_a_token_id_is_an_integer_inside_the_vocabulary(digits: Live, ids: list[Any]) -> None:
     refused = digits.post(prompt=ids)
     assert refused.status_code == 422 and refused.json()["error"]["param"] == "prompt"
     assert digits.text([263], max_tokens=2, temperature=0) == "01"
@@ -142,7 +143,7 @@ def test_51_numbers_are_finite(digits: Live, field: str, number: str) -> None:
 
 
 @pytest.mark.parametrize("change", [{"temperature": "hot"}, {"stream": "false"}, {"stop": 5}, {"temperature": True}])
-def test_53_words_and_booleans_are_no_numbers(digits: Live, change: Body) -> None:
+def test_53_strings_and_booleans_are_not_numbers(digits: Live, change: Body) -> None:
     assert digits.post(prompt="x", **change).status_code == 422
     assert digits.post("/v1/completions", prompt="x", **change).status_code == 400
 
@@ -150,11 +151,11 @@ def test_53_words_and_booleans_are_no_numbers(digits: Live, change: Body) -> Non
 # 6 Bodies and fields
 
 
-def test_55_a_nul_in_the_prompt_cuts_nothing_off(digits: Live) -> None:
+def test_55_a_nul_does_not_truncate_the_prompt(digits: Live) -> None:
     assert digits.generate("ab\x00cd", max_tokens=1)["usage"]["prompt_tokens"] == 5
 
 
-def test_59_a_misspelt_field_is_refused_natively_and_a_known_one_everywhere(digits: Live) -> None:
+def test_59_generate_refuses_misspelt_fields_and_every_endpoint_known_unsupported_ones(digits: Live) -> None:
     assert "max_token" in digits.post(prompt="x", max_token=4).json()["error"]["message"]
     assert digits.post("/v1/completions", prompt="x", max_token=4).status_code == 200
     for field, value in (("best_of", 2), ("suffix", "x"), ("use_beam_search", True), ("skip_special_tokens", False)):
@@ -218,7 +219,7 @@ def test_77_no_seed_is_fresh_randomness_also_after_a_restart(live: Live, rand: P
 # 8 One request's output depends on nothing but the request
 
 
-def test_83_a_slot_keeps_nothing_of_its_former_tenant(rand: Path) -> None:
+def test_83_nothing_of_a_slots_former_request_remains(rand: Path) -> None:
     body: Body = {"max_tokens": 12, "seed": 1, "logprobs": 5, "ignore_eos": True, "cache_prefix": False}
     with serve(0.002, model=str(rand), slots=1) as server:
         fresh = server.generate("abc", **body)["choices"]
@@ -234,7 +235,7 @@ def test_83_a_slot_keeps_nothing_of_its_former_tenant(rand: Path) -> None:
 # 9 Admission
 
 
-def test_97_a_pool_for_two_and_a_half_serves_twenty_rightly(rand: Path, live: Live) -> None:
+def test_97_a_pool_for_two_and_a_half_sequences_serves_twenty_correctly(rand: Path, live: Live) -> None:
     rows = 2 * 2 * 2 * 16 * 4 * 250  # K and V x layers x kv heads x head_dim x fp32 x rows of one sequence
     lengths = [(5 + 11 * number) % 200 for number in range(20)]
     bodies: list[Body] = [
@@ -257,7 +258,7 @@ def test_101_a_burst_is_served_or_refused_and_nothing_hangs(rand: Path) -> None:
 
 
 @pytest.mark.parametrize("n", [4, 5, 8])
-def test_105_more_choices_than_slots_come_in_waves(digits: Live, n: int) -> None:
+def test_105_more_choices_than_slots_run_in_waves(digits: Live, n: int) -> None:
     body: Body = {"prompt": "x", "max_tokens": 20, "temperature": 0, "n": n}
     for answer in at_once(digits.url, [body | {"stream": False}] * 3):
         choices = answer.json()["choices"]
@@ -268,7 +269,7 @@ def test_105_more_choices_than_slots_come_in_waves(digits: Live, n: int) -> None
     assert digits.post(prompt="x", n=128).status_code == 422
 
 
-def test_105_a_list_of_prompts_is_answered_in_its_order(digits: Live) -> None:
+def test_105_a_list_of_prompts_is_answered_in_order(digits: Live) -> None:
     prompts = ["x" * (length + 1) for length in range(10)]
     body = {"prompt": prompts, "max_tokens": 3, "temperature": 0, "n": 2}
     choices = CLIENT.post(digits.url + "/v1/completions", json=body).json()["choices"]
@@ -280,7 +281,7 @@ def test_105_a_list_of_prompts_is_answered_in_its_order(digits: Live) -> None:
 # 11 Operations
 
 
-def test_123_liveness_is_quick_while_slots_and_queue_are_full(rand: Path) -> None:
+def test_123_liveness_is_fast_while_slots_and_queue_are_full(rand: Path) -> None:
     with serve(model=str(rand), slots=1, queue_limit=2) as small:
 
         async def ask() -> None:
@@ -296,7 +297,7 @@ def test_123_liveness_is_quick_while_slots_and_queue_are_full(rand: Path) -> Non
         asyncio.run(ask())
 
 
-def test_error_bodies_are_json_whatever_they_tell_of(digits: Live) -> None:
+def test_error_bodies_are_json_whatever_they_quote(digits: Live) -> None:
     for prompt in ("\u2028\u0085", "\x1b[31m", "é" * 100):
         refused = digits.post(prompt="x", **{prompt: 1})
         assert refused.status_code == 422 and json.loads(refused.content)["error"]["message"]

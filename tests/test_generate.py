@@ -1,4 +1,4 @@
-"""POST /generate as a client sees it: frames, both faces, refusals, limits."""
+"""POST /generate as a client sees it: frames, streamed and whole answers, refusals, limits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_a_stream_is_one_start_then_tokens_then_one_end(live: Live) -> None:
     assert len(ids) == 12
 
 
-def test_both_faces_tell_the_same(live: Live) -> None:
+def test_streamed_and_whole_answers_are_the_same(live: Live) -> None:
     body = {"max_tokens": 40, "seed": 7, "temperature": 1.5}
     frames, answer = live.stream("both", **body), live.generate("both", **body)
     choice = answer["choices"][0]
@@ -54,7 +54,7 @@ def test_a_seed_repeats_and_no_seed_does_not(live: Live) -> None:
     assert live.text("s", max_tokens=32, seed=fresh["seed"]) == fresh["text"]
 
 
-def test_a_stop_string_ends_the_text_before_it_and_frees_the_slot(live: Live) -> None:
+def test_a_stop_sequence_ends_the_text_before_it_and_frees_the_slot(live: Live) -> None:
     whole = live.text("stop here", max_tokens=60, temperature=0)
     marker = whole[20:23]
     frames = live.stream("stop here", max_tokens=60, temperature=0, stop=[marker])
@@ -76,14 +76,14 @@ def test_the_context_can_be_filled_to_the_last_row(live: Live) -> None:
 
 @pytest.mark.parametrize("paged", [True, False])
 @pytest.mark.parametrize("asked", [300, 10**20, 10**39])
-def test_what_never_fits_is_told_its_true_need_however_much_it_asks(
+def test_what_never_fits_is_refused_with_the_bytes_it_would_need(
     live: Live, monkeypatch: pytest.MonkeyPatch, paged: bool, asked: int
 ) -> None:
     ledger = live.service.engine.scheduler.ledger
     layout = ledger.layout
     monkeypatch.setattr(ledger, "layout", replace(layout, paged=paged))
     error = live.post(prompt=[7], max_tokens=asked).json()["error"]
-    formula = layout.bytes_per_token * asked  # one prompt token, and the last one is not fed back
+    formula = layout.bytes_per_token * asked  # one prompt token; the last token is not fed back
     assert formula <= error["needed_bytes"] < formula + layout.lanes * PAGE_BYTES
     assert f"needs {error['needed_bytes']} bytes" in error["message"]
 
@@ -127,13 +127,13 @@ def test_a_wrong_field_is_refused_by_name(live: Live, body: dict[str, object], w
         (b'{"prompt": "' + b"x" * 2**21 + b'"}', 413),
     ],
 )
-def test_a_body_that_is_no_request_is_refused_in_the_error_form(live: Live, raw: bytes, status: int) -> None:
+def test_an_invalid_body_is_refused_in_the_error_format(live: Live, raw: bytes, status: int) -> None:
     response = httpx.post(live.url + "/generate", content=raw)
     assert response.status_code == status
     assert set(response.json()["error"]) >= {"message", "type", "param", "code"}
 
 
-def test_a_full_queue_refuses_with_a_time_to_come_back_and_loses_nobody(live: Live) -> None:
+def test_a_full_queue_refuses_with_retry_after_and_loses_nobody(live: Live) -> None:
     with serve(model=live.service.settings.model, slots=1, queue_limit=2) as small:
         with httpx.Client(timeout=60) as client:
             running = [
@@ -153,7 +153,7 @@ def test_a_full_queue_refuses_with_a_time_to_come_back_and_loses_nobody(live: Li
         assert small.text("x", max_tokens=2)
 
 
-def test_unknown_paths_and_methods_answer_in_the_error_form(live: Live) -> None:
+def test_unknown_paths_and_methods_are_refused_in_the_error_format(live: Live) -> None:
     for method, path, status in (("GET", "/nope", 404), ("GET", "/generate", 405), ("PUT", "/health", 405)):
         response = httpx.request(method, live.url + path)
         assert response.status_code == status
@@ -184,10 +184,10 @@ def test_every_choice_has_its_own_index_text_and_end_and_repeats(live: Live) -> 
         assert end["usage"]["completion_tokens"] == len(choice["token_ids"])
     assert answer["usage"]["completion_tokens"] == sum(len(choice["token_ids"]) for choice in choices)
     alone = live.generate("many", **body | {"n": 1})["choices"][0]
-    assert alone["text"] == choices[0]["text"], "the first choice does not depend on how many there are"
+    assert alone["text"] == choices[0]["text"], "the first choice must not depend on n"
 
 
-def test_logprobs_do_not_depend_on_how_the_token_is_drawn(live: Live) -> None:
+def test_logprobs_do_not_depend_on_sampling_parameters(live: Live) -> None:
     plain = live.generate("logprobs", max_tokens=1, temperature=0, logprobs=5)["choices"][0]["logprobs"][0]
     assert len(plain["top"]) == 5 and plain["top"][0]["token_id"] == plain["token_id"]
     assert plain["top"][0]["logprob"] == plain["logprob"] < 0
@@ -202,7 +202,7 @@ def test_logprobs_do_not_depend_on_how_the_token_is_drawn(live: Live) -> None:
 def test_bias_penalties_and_min_tokens_do_what_they_say(live: Live) -> None:
     assert live.text("x", max_tokens=5, temperature=0, logit_bias={"65": 100}) == "AAAAA"
     falling = live.text("x", max_tokens=40, temperature=0, logit_bias={"65": 100, "66": 99}, frequency_penalty=2)
-    assert set(falling) == {"A", "B"}, "each use costs 2, so the other is soon better"
+    assert set(falling) == {"A", "B"}, "each use costs 2, so they alternate"
     ends = {"max_tokens": 20, "logit_bias": {"257": 100}}
     assert live.generate("x", **ends)["usage"]["completion_tokens"] == 1
     late = live.generate("x", **ends, min_tokens=7)
@@ -237,7 +237,7 @@ def test_bias_penalties_and_min_tokens_do_what_they_say(live: Live) -> None:
         ({"{0}": 1}, "{0}", "unknown"),
     ],
 )
-def test_what_is_out_of_range_is_refused_with_the_range(
+def test_a_value_out_of_range_is_refused_with_the_range(
     live: Live, change: dict[str, object], param: str, word: str
 ) -> None:
     response = live.post(**{"prompt": "x", **change})
@@ -246,7 +246,7 @@ def test_what_is_out_of_range_is_refused_with_the_range(
     assert error["param"] == param and word in error["message"], error
 
 
-def test_null_is_the_same_as_absent(live: Live) -> None:
+def test_null_means_absent(live: Live) -> None:
     nulls = dict.fromkeys(("max_tokens", "seed", "stop", "logprobs", "logit_bias", "n", "top_k", "min_tokens"), None)
     assert live.text("x", temperature=0, **nulls) == live.text("x", temperature=0)
     assert live.post(prompt="x", max_token=None).status_code == 422

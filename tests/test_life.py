@@ -1,4 +1,4 @@
-"""Life and end: a stuck or dead engine is told, a poisoned request harms nobody else, SIGTERM drains."""
+"""Lifecycle: a stuck or dead engine is reported, a bad request harms nobody else, SIGTERM drains."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Runner.run = slow
 
 @contextmanager
 def streaming(url: str, count: int, **body: Any) -> Iterator[list[Future[str]]]:
-    """`count` streams that have all begun; their raw text once they have ended."""
+    """`count` streams, once all have begun; yields futures of their raw text."""
     with ThreadPoolExecutor(count) as pool:
         streams = [pool.submit(stream_raw, url, prompt=f"stream {at}", **body) for at in range(count)]
         while CLIENT.get(url + "/slots").json()["pool"]["committed_bytes"] == 0:
@@ -58,7 +58,7 @@ def reasons(streams: list[Future[str]]) -> list[str]:
 
 
 def stalled_reader(url: str, **body: Any) -> socket.socket:
-    """A client that asks for a stream and never reads it."""
+    """A client that requests a stream and never reads it."""
     host, port = url.removeprefix("http://").split(":")
     client = socket.create_connection((host, int(port)))
     client.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -68,7 +68,9 @@ def stalled_reader(url: str, **body: Any) -> socket.socket:
     return client
 
 
-def test_sigterm_refuses_new_requests_lets_64_streams_finish_and_exits_0_with_a_full_disk_for_logs(rand: Path) -> None:
+def test_sigterm_refuses_new_requests_lets_64_streams_finish_and_exits_0_even_if_logs_hit_a_full_disk(
+    rand: Path,
+) -> None:
     with (
         open("/dev/full", "w") as full,
         process("--model", str(rand), "--slots", "65", patch=SLOW_STEPS, stderr=full) as server,
@@ -85,12 +87,12 @@ def test_sigterm_refuses_new_requests_lets_64_streams_finish_and_exits_0_with_a_
         assert server.exit_code() == 0
 
 
-def test_a_second_signal_ends_it_now_with_shutdown_frames_whoever_stalls(rand: Path) -> None:
+def test_a_second_signal_ends_streams_with_shutdown_despite_stalled_readers(rand: Path) -> None:
     ends_with_shutdown(rand, shutdown_timeout=600, second=signal.SIGINT)
 
 
 @pytest.mark.slow
-def test_at_the_deadline_streams_end_with_shutdown_whoever_stalls(rand: Path) -> None:
+def test_at_the_deadline_streams_end_with_shutdown_despite_stalled_readers(rand: Path) -> None:
     ends_with_shutdown(rand, shutdown_timeout=1, second=None)
 
 
@@ -120,7 +122,7 @@ def ends_with_shutdown(rand: Path, shutdown_timeout: int, second: int | None) ->
         assert server.exit_code() == 0
 
 
-def test_while_it_loads_connections_are_refused_and_sigterm_exits_0(rand: Path) -> None:
+def test_while_loading_connections_are_refused_and_sigterm_exits_0(rand: Path) -> None:
     slow_plan = (
         "import sys, time, tokenteller.server.planning as planning\n"
         "from tokenteller.server.__main__ import main\n"
@@ -138,7 +140,7 @@ def test_while_it_loads_connections_are_refused_and_sigterm_exits_0(rand: Path) 
 
 
 @pytest.mark.slow
-def test_an_engine_that_stays_stuck_ends_the_process_with_exit_code_1(rand: Path) -> None:
+def test_an_engine_that_stays_stuck_exits_with_code_1(rand: Path) -> None:
     hang = SLOW_STEPS.replace("time.sleep(0.02)", "time.sleep(0.02 if step.rows != 9 else 1e6)")
     with process("--model", str(rand), "--shutdown-timeout", "0", patch=hang) as server:
         assert server.status("/health") == 200
@@ -151,14 +153,14 @@ def test_an_engine_that_stays_stuck_ends_the_process_with_exit_code_1(rand: Path
 def own(rand: Path) -> Iterator[Live]:
     """A server that a test may break."""
     with serve(model=str(rand), slots=4) as live:
-        live.text("warm", max_tokens=8)  # every size of step of these tests has been seen
+        live.text("warm", max_tokens=8)  # so that every step size of these tests has a deadline
         yield live
 
 
-def test_a_stuck_step_turns_health_to_503_within_2_s_ends_every_stream_and_is_forgiven_when_it_goes_on(
+def test_a_stuck_step_fails_health_and_all_streams_within_2_s_until_it_moves_again(
     own: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(lifecycle, "run_queue_seconds", dict)  # the bound holds where processors are free
+    monkeypatch.setattr(lifecycle, "run_queue_seconds", dict)  # the 2 s hold where CPUs are free
     runner, go_on, stuck_since = own.service.engine.runner, threading.Event(), []
     run = runner.run
 
@@ -191,7 +193,9 @@ def test_a_stuck_step_turns_health_to_503_within_2_s_ends_every_stream_and_is_fo
     assert len(own.text("eight ch", max_tokens=4, temperature=0)) > 0
 
 
-def test_an_engine_that_dies_is_told_at_once_and_ends_every_stream(own: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_dies_is_reported_at_once_and_fails_every_stream(
+    own: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     runner, streams = own.service.engine.runner, own.service.streams
     run = runner.run
 
@@ -202,12 +206,12 @@ def test_an_engine_that_dies_is_told_at_once_and_ends_every_stream(own: Live, mo
         return run(step)
 
     monkeypatch.setattr(runner, "run", die)
-    with ThreadPoolExecutor() as pool:  # two of the six are queued
+    with ThreadPoolExecutor() as pool:  # two of the six wait
         answers = [pool.submit(stream_raw, own.url, prompt="eight ch", max_tokens=200) for _ in range(6)]
         for answer in answers:
             last = parse_sse(answer.result())[-1]
             assert last["type"] == "error" and "RuntimeError" in last["error"]["message"]
-            assert "poisoned" not in last["error"]["message"]  # the log has it
+            assert "poisoned" not in last["error"]["message"]  # that is for the log
     for path, state in (("/health", "dead"), ("/ready", "unavailable")):
         answer = CLIENT.get(own.url + path)
         assert answer.status_code == 503 and state in answer.text
@@ -215,7 +219,7 @@ def test_an_engine_that_dies_is_told_at_once_and_ends_every_stream(own: Live, mo
     assert refused.status_code == 503 and refused.headers["retry-after"]
 
 
-def test_logits_that_are_no_numbers_fail_only_the_request_they_belong_to(tmp_path: Path) -> None:
+def test_logits_that_are_not_finite_fail_only_their_own_request(tmp_path: Path) -> None:
     model = random_llama(tmp_path / "poison")
     weights = load_file(model / "model.safetensors")
     weights["model.embed_tokens.weight"][7] = torch.nan
@@ -230,12 +234,12 @@ def test_logits_that_are_no_numbers_fail_only_the_request_they_belong_to(tmp_pat
             frames = live.stream([1, 7, 2], **body)
             assert [frame["type"] for frame in frames] == ["start", "error"]
         assert [neighbour.result() for neighbour in neighbours] == [alone] * 3
-        assert live.text("a neighbour", **body) == alone  # in the slot that was poisoned, too
+        assert live.text("a neighbour", **body) == alone  # also in the poisoned slot
         assert CLIENT.get(live.url + "/health").status_code == 200
         live.wait_idle()
 
 
-def test_a_fault_in_the_text_of_one_stream_costs_the_others_nothing(own: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bug_in_one_streams_text_does_not_affect_the_others(own: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     receive = Stream.receive
     body: dict[str, Any] = {"max_tokens": 30, "temperature": 0, "ignore_eos": True}
     alone = own.text("well", **body)
@@ -260,12 +264,12 @@ def watched() -> tuple[Watchdog, Any, list[str]]:
     return Watchdog(streams), streams, failed
 
 
-def test_a_process_that_was_stopped_for_long_finds_no_fault_at_waking(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_was_suspended_finds_nothing_wrong_on_waking(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lifecycle, "run_queue_seconds", dict)
     watch, streams, failed = watched()
     streams.engine.heartbeat = Heartbeat(1, 1.25)
     watch.tick()
-    monkeypatch.setattr(time, "monotonic", lambda: 1e9)  # an hour went by, but only one tick
+    monkeypatch.setattr(time, "monotonic", lambda: 1e9)  # hours passed, but only one tick
     watch.tick()
     assert not failed
     for _ in range(int(1.25 / TICK_S)):
@@ -273,28 +277,28 @@ def test_a_process_that_was_stopped_for_long_finds_no_fault_at_waking(monkeypatc
     assert len(failed) == 1 and streams.stuck
 
 
-def test_an_engine_that_stands_in_line_for_a_processor_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
-    in_line = {"1": 7.0, "2": 0.0}
-    monkeypatch.setattr(lifecycle, "run_queue_seconds", lambda: dict(in_line))
+def test_an_engine_that_waits_for_a_cpu_is_not_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    waited = {"1": 7.0, "2": 0.0}
+    monkeypatch.setattr(lifecycle, "run_queue_seconds", lambda: dict(waited))
     watch, streams, failed = watched()
     streams.engine.heartbeat = Heartbeat(1, 1.25)
     watch.tick()
     for _ in range(100):
-        in_line["2"] += TICK_S  # all the time
+        waited["2"] += TICK_S  # all the time
         watch.tick()
     assert not failed
     for _ in range(11):
-        in_line["2"] += TICK_S / 2
+        waited["2"] += TICK_S / 2
         watch.tick()
     assert len(failed) == 1
 
 
-def test_the_kernel_tells_how_long_threads_stand_in_line() -> None:
+def test_the_kernel_reports_how_long_threads_wait_for_a_cpu() -> None:
     waited = lifecycle.run_queue_seconds()
     assert len(waited) >= threading.active_count() > 0 and all(seconds >= 0 for seconds in waited.values())
 
 
-def test_an_engine_that_waits_for_work_or_moves_on_is_never_stuck() -> None:
+def test_an_idle_or_moving_engine_is_never_stuck() -> None:
     watch, streams, failed = watched()
     for at in range(100):
         streams.engine.heartbeat = None if at % 7 == 0 else Heartbeat(at // 4, 1.25)

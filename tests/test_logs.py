@@ -1,4 +1,4 @@
-"""Logs: one line per event, escaped and cut; whatever becomes of them, the server goes on."""
+"""Logs: one line per event, escaped and truncated; the server runs on whatever happens to them."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def record(message: str = "event", error: Exception | None = None, **fields: Any
 
 
 @pytest.mark.parametrize("text", HOSTILE)
-def test_nothing_a_client_sends_forges_a_line_or_speaks_to_a_terminal(text: str) -> None:
+def test_nothing_a_client_sends_forges_a_line_or_controls_a_terminal(text: str) -> None:
     plain, as_json = plain_line(record(text, path=text, user=text)), json_line(record(text, path=text, user=text))
     for line in (plain, as_json):
         assert line.isascii() and line.isprintable()
@@ -52,7 +52,7 @@ def test_a_traceback_stays_behind_a_bar_whatever_its_message_says() -> None:
     assert "ValueError: bad" in json.loads(json_line(record("it broke", error)))["exception"]
 
 
-def test_every_request_is_one_line_with_both_ids_and_no_word_of_it(
+def test_every_request_is_one_line_with_both_ids_and_none_of_its_text(
     rand: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with serve(model=str(rand), slots=2) as live, caplog.at_level(logging.INFO, "tokenteller"):
@@ -70,7 +70,7 @@ def test_every_request_is_one_line_with_both_ids_and_no_word_of_it(
     assert answer.headers["x-request-id"] == "theirs-1"
     http = next(line for line in lines if line["event"] == "http")
     assert http["status"] == 422 and http["code"] == "never_fits" and http["path"] == "/generate"
-    assert refused.headers["x-request-id"].startswith("req-")  # theirs was no id
+    assert refused.headers["x-request-id"].startswith("req-")  # the client's was not valid
     text = answer.json()["choices"][0]["text"]
     assert "private" not in json.dumps(lines) and text not in json.dumps(lines, ensure_ascii=False)
 
@@ -82,7 +82,7 @@ def pipe() -> Iterator[tuple[int, int]]:
     os.close(write)
 
 
-def test_a_reader_that_sleeps_costs_lines_and_no_time(pipe: tuple[int, int]) -> None:
+def test_a_sleeping_reader_costs_lines_but_no_time(pipe: tuple[int, int]) -> None:
     read, write = pipe
     writer = Writer(write, plain_line)
     began = time.monotonic()
@@ -93,7 +93,7 @@ def test_a_reader_that_sleeps_costs_lines_and_no_time(pipe: tuple[int, int]) -> 
     os.close(read)
 
 
-def test_a_disk_that_is_full_for_a_while_tears_no_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_is_full_for_a_while_tears_no_other_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "log"
     file = os.open(path, os.O_CREAT | os.O_WRONLY)
     writes = [
@@ -110,17 +110,17 @@ def test_a_disk_that_is_full_for_a_while_tears_no_line(tmp_path: Path, monkeypat
     assert [json.loads(line)["at"] for line in path.read_text().splitlines()[1:]] == [1, 2]
 
 
-def test_a_record_that_cannot_be_told_is_dropped(pipe: tuple[int, int]) -> None:
-    class Untellable:
+def test_a_record_that_cannot_be_formatted_is_dropped(pipe: tuple[int, int]) -> None:
+    class Unprintable:
         def __str__(self) -> str:
-            raise RuntimeError("no words")
+            raise RuntimeError("not printable")
 
     writer = Writer(pipe[1], plain_line)
-    writer.emit(record(what=Untellable()))
+    writer.emit(record(what=Unprintable()))
     assert writer.dropped == 1
 
 
-def test_stats_are_told_under_load_and_not_when_idle(live: Live, caplog: pytest.LogCaptureFixture) -> None:
+def test_stats_are_logged_under_load_and_not_when_idle(live: Live, caplog: pytest.LogCaptureFixture) -> None:
     async def watch() -> dict[str, Any]:
         telling = asyncio.create_task(log_stats(live.service, every_s=0.2))
         await asyncio.sleep(0.5)
@@ -168,7 +168,7 @@ def test_json_logs_are_json_from_the_first_line_to_the_last(rand: Path, tmp_path
     assert lines[-1]["path"] == "/\n\x1b"
 
 
-def test_request_ids_of_the_context_are_added() -> None:
+def test_the_request_id_of_the_context_is_added() -> None:
     token = request_id.set("ctx-1")
     assert json.loads(json_line(record()))["request_id"] == "ctx-1"
     request_id.reset(token)

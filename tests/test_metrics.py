@@ -1,4 +1,4 @@
-"""What /metrics says is true, costs little, and does not grow."""
+"""/metrics is true, cheap, and does not grow with traffic."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def grown(before: dict[str, float], after: dict[str, float]) -> dict[str, float]
     return {name: value - before.get(name, 0.0) for name, value in after.items() if value != before.get(name, 0.0)}
 
 
-def test_counts_agree_with_what_clients_were_told(live: Live) -> None:
+def test_counts_agree_with_what_clients_saw(live: Live) -> None:
     before = scrape(live)
     answers = [live.generate(f"request {at}", max_tokens=5 + at, ignore_eos=True) for at in range(4)]
     stopped = live.generate("stop", max_tokens=40, seed=1, stop=["e", "a", "\x01", "t", "o", " "], temperature=5)
@@ -42,7 +42,7 @@ def test_counts_agree_with_what_clients_were_told(live: Live) -> None:
     assert change['tokenteller_choices_total{reason="length"}'] == length
     tokens = sum(answer["usage"]["completion_tokens"] for answer in told)
     assert change["vllm:request_generation_tokens_sum"] == tokens
-    assert change["vllm:generation_tokens_total"] >= tokens  # a token made after a stop string was made, not told
+    assert change["vllm:generation_tokens_total"] >= tokens  # a token may be generated after a stop sequence
     for name in ("time_to_first_token", "e2e_request_latency", "request_queue_time", "request_prefill_time"):
         assert change[f"vllm:{name}_seconds_count"] == 5
     assert change["vllm:inter_token_latency_seconds_count"] == tokens - 5
@@ -56,14 +56,14 @@ def test_counts_agree_with_what_clients_were_told(live: Live) -> None:
     assert change["tokenteller_step_seconds_count"] >= 5
 
 
-def test_only_prompts_that_are_looked_up_count_as_such(live: Live) -> None:
+def test_only_prompts_that_may_use_the_prefix_cache_count_as_queries(live: Live) -> None:
     before = scrape(live)
     tokens = live.generate("looked up", max_tokens=1)["usage"]["prompt_tokens"]
     live.generate("not looked up", max_tokens=1, cache_prefix=False)
     assert grown(before, scrape(live))["vllm:prefix_cache_queries_total"] == tokens
 
 
-def test_refusals_cancels_and_levels_are_told(rand: Path) -> None:
+def test_refusals_cancels_and_gauges_are_exported(rand: Path) -> None:
     with serve(model=str(rand), slots=2) as live:
         idle = scrape(live)
         live.post(prompt="x", max_tokens=10**6)
@@ -118,14 +118,14 @@ def test_the_number_of_series_does_not_grow_with_traffic(live: Live) -> None:
         CLIENT.request(f"METHOD{at}", live.url + "/health")
 
     hostile(0)
-    scrape(live)  # is itself counted from now on
+    scrape(live)  # counts itself from now on
     series = scrape(live).keys()
     for at in range(1, 20):
         hostile(at)
     assert scrape(live).keys() == series
 
 
-def test_metrics_answer_head_and_while_the_engine_does_not(rand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_metrics_work_while_the_engine_does_not_and_for_head(rand: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(model=str(rand), slots=2) as live:
         monkeypatch.setattr(live.service.streams, "ended", "it died")
         live.service.engine.ask(lambda scheduler, runner: time.sleep(1.0))
@@ -135,7 +135,7 @@ def test_metrics_answer_head_and_while_the_engine_does_not(rand: Path, monkeypat
         assert scrape(live)["tokenteller_healthy"] == 0
 
 
-def test_gaps_say_the_same_as_the_library_would() -> None:
+def test_gaps_export_what_the_librarys_histogram_would() -> None:
     from prometheus_client import CollectorRegistry, Histogram, generate_latest
 
     theirs, ours = CollectorRegistry(), CollectorRegistry()
@@ -148,7 +148,7 @@ def test_gaps_say_the_same_as_the_library_would() -> None:
     assert generate_latest(ours) == generate_latest(theirs)
 
 
-def test_a_span_tells_of_each_request_once_an_sdk_is_set_up(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_request_has_a_span_once_an_sdk_is_set_up(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     sdk = pytest.importorskip("opentelemetry.sdk.trace", reason="needs opentelemetry-sdk")
     from opentelemetry import trace
     from opentelemetry.sdk.trace.export import SimpleSpanProcessor
@@ -170,7 +170,7 @@ def test_a_span_tells_of_each_request_once_an_sdk_is_set_up(live: Live, monkeypa
     assert "secret" not in json.dumps([span.to_json() for span in spans.values()])
 
 
-def test_metrics_of_two_servers_in_one_process_are_apart() -> None:
+def test_metrics_of_two_servers_in_one_process_are_separate() -> None:
     one, two = Metrics("one"), Metrics("two")
     one.tokens(3)
     assert b'vllm:generation_tokens_total{model_name="two"} 0.0' in two.text()

@@ -1,4 +1,4 @@
-"""Completions and chat, asked by the real `openai` client over real sockets."""
+"""Completions and chat, used through the real `openai` client over real sockets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tokenteller.model.sampler import Draw, LogitsError, Sampled
 HELLO: list[Any] = [{"role": "user", "content": "hello"}]
 
 
-def test_a_completion_is_what_generate_makes(client: openai.OpenAI, chatty_live: Live) -> None:
+def test_a_completion_equals_generate(client: openai.OpenAI, chatty_live: Live) -> None:
     body = {"max_tokens": 30, "temperature": 1.3, "seed": 5}
     answer = client.completions.create(model="chatty", prompt="once", **body)
     native = chatty_live.generate("once", **body)
@@ -33,7 +33,7 @@ def test_a_completion_is_what_generate_makes(client: openai.OpenAI, chatty_live:
     assert short and short.completion_tokens <= 16
 
 
-def test_a_streamed_completion_is_the_whole_one_in_parts(client: openai.OpenAI) -> None:
+def test_a_streamed_completion_joins_to_the_whole_one(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {
         "model": "chatty",
         "prompt": ["a", "bc"],
@@ -70,7 +70,7 @@ def test_a_streamed_completion_is_the_whole_one_in_parts(client: openai.OpenAI) 
     assert len({choice.text for choice in whole.choices}) == 4
 
 
-def test_prompts_in_one_call_answer_as_if_asked_alone(client: openai.OpenAI) -> None:
+def test_several_prompts_are_answered_as_if_sent_alone(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "chatty", "max_tokens": 12, "temperature": 0}
     prompts = [f"prompt {number}" for number in range(10)]
     together = client.completions.create(prompt=prompts, **body)
@@ -98,7 +98,7 @@ def test_completion_logprobs_name_the_tokens_of_the_text(client: openai.OpenAI) 
     assert logprobs.text_offset == sorted(logprobs.text_offset) and logprobs.text_offset[0] == 0
 
 
-def test_echo_puts_the_prompt_before_the_text_in_both_modes(client: openai.OpenAI) -> None:
+def test_echo_begins_the_text_with_the_prompt_in_both_modes(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "chatty", "prompt": "once upon", "max_tokens": 5, "temperature": 0}
     plain = client.completions.create(**body).choices[0].text
     assert client.completions.create(**body, echo=True).choices[0].text == "once upon" + plain
@@ -126,7 +126,7 @@ def test_a_chat_answer_continues_the_rendered_conversation(client: openai.OpenAI
     assert answer.object == "chat.completion" and answer.id.startswith("chatcmpl-")
 
 
-def test_a_streamed_chat_is_the_whole_one_in_parts(client: openai.OpenAI) -> None:
+def test_a_streamed_chat_joins_to_the_whole_one(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "chatty", "messages": HELLO, "max_completion_tokens": 30, "seed": 4, "n": 2}
     whole = client.chat.completions.create(**body, logprobs=True, top_logprobs=2)
     chunks = list(client.chat.completions.create(**body, logprobs=True, top_logprobs=2, stream=True))
@@ -142,7 +142,7 @@ def test_a_streamed_chat_is_the_whole_one_in_parts(client: openai.OpenAI) -> Non
         assert choice.logprobs and entries == choice.logprobs.content
 
 
-def test_bytes_of_chat_logprobs_join_to_the_content(client: openai.OpenAI) -> None:
+def test_the_bytes_of_chat_logprobs_join_to_the_content(client: openai.OpenAI) -> None:
     for seed in range(5):
         answer = client.chat.completions.create(
             model="chatty", messages=HELLO, max_tokens=60, seed=seed, logprobs=True, top_logprobs=3
@@ -154,7 +154,7 @@ def test_bytes_of_chat_logprobs_join_to_the_content(client: openai.OpenAI) -> No
         assert all(len(entry.top_logprobs) == 3 for entry in choice.logprobs.content)
 
 
-def test_a_stop_string_is_in_neither_the_text_nor_the_logprobs(client: openai.OpenAI) -> None:
+def test_a_stop_sequence_is_in_neither_text_nor_logprobs(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "chatty", "prompt": "stop", "max_tokens": 60, "seed": 1, "logprobs": 0}
     text = client.completions.create(**body).choices[0].text
     marker = text[10:13]
@@ -165,7 +165,7 @@ def test_a_stop_string_is_in_neither_the_text_nor_the_logprobs(client: openai.Op
     assert "".join(chunk.choices[0].text for chunk in streamed) == choice.text
 
 
-def test_an_end_token_at_once_is_an_empty_answer(client: openai.OpenAI) -> None:
+def test_an_immediate_end_token_is_an_empty_answer(client: openai.OpenAI) -> None:
     body: dict[str, Any] = {"model": "chatty", "messages": HELLO, "logit_bias": {str(EOS): 100}}
     answer = client.chat.completions.create(**body)
     assert answer.choices[0].message.content == "" and answer.choices[0].finish_reason == "stop"
@@ -175,7 +175,7 @@ def test_an_end_token_at_once_is_an_empty_answer(client: openai.OpenAI) -> None:
     assert chunks[-1].usage == answer.usage
 
 
-def test_usage_is_told_on_request_only(client: openai.OpenAI, chatty_live: Live) -> None:
+def test_usage_is_streamed_on_request_only(client: openai.OpenAI, chatty_live: Live) -> None:
     body: dict[str, Any] = {"model": "chatty", "max_tokens": 6, "ignore_eos": True}
     plain = chatty_live.stream("x", "/v1/completions", **body)
     assert all("usage" not in chunk and chunk["choices"] for chunk in plain)
@@ -206,7 +206,7 @@ def test_the_async_client_streams_many_at_once(chatty_live: Live) -> None:
     assert len(set(asyncio.run(all_of_them()))) == 4
 
 
-def test_the_async_client_gets_what_the_sync_one_gets(client: openai.OpenAI, chatty_live: Live) -> None:
+def test_the_async_client_gets_what_the_sync_client_gets(client: openai.OpenAI, chatty_live: Live) -> None:
     text: dict[str, Any] = {"model": "chatty", "prompt": ["one", "two"], "max_tokens": 12, "seed": 3, "n": 2}
     text |= {"logprobs": 2, "stop": ["e"], "extra_body": {"cache_prefix": False}}
     chat: dict[str, Any] = {"model": "chatty", "messages": HELLO, "max_tokens": 12, "seed": 3, "n": 2}
@@ -229,11 +229,11 @@ def test_the_async_client_gets_what_the_sync_one_gets(client: openai.OpenAI, cha
             return answers
 
     for one, other in zip(sync, asyncio.run(ask()), strict=True):
-        assert told(one) == told(other)
+        assert content(one) == content(other)
 
 
-def told(answer: Any) -> list[Any]:
-    """What an answer or its chunks say, by choice, apart from ids and how the text was cut."""
+def content(answer: Any) -> list[Any]:
+    """Text and finish reasons by choice, and usage, of an answer or its chunks."""
     parts = answer if isinstance(answer, list) else [answer]
     usage = [part.usage.model_dump() for part in parts if part.usage]
     text: dict[int, str] = defaultdict(str)
@@ -247,7 +247,7 @@ def told(answer: Any) -> list[Any]:
     return [usage, text, ends]
 
 
-def test_the_clients_own_parser_reads_a_structured_answer(client: openai.OpenAI) -> None:
+def test_the_client_parses_structured_answers(client: openai.OpenAI) -> None:
     class Car(BaseModel):
         colour: Literal["red", "green"]
         doors: int = Field(ge=2, le=5)
@@ -261,7 +261,7 @@ def test_the_clients_own_parser_reads_a_structured_answer(client: openai.OpenAI)
         client.chat.completions.parse(**body | {"max_tokens": 3}, response_format=Car)
 
 
-def test_the_client_comes_back_after_a_429_and_is_served(chatty_live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_client_retries_after_a_429_and_is_served(chatty_live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     with serve(model=chatty_live.service.settings.model, slots=1, queue_limit=1) as small:
         body = {"model": "chatty", "prompt": "x", "max_tokens": 40, "ignore_eos": True}
         runner, gate = small.service.engine.runner, threading.Event()
@@ -287,7 +287,7 @@ def test_the_client_comes_back_after_a_429_and_is_served(chatty_live: Live, monk
         assert answers == [200, 200]
 
 
-def test_an_error_after_the_stream_began_is_raised_by_the_client(
+def test_the_client_raises_an_error_that_comes_mid_stream(
     client: openai.OpenAI, chatty_live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(logits: Any, draws: list[Draw]) -> list[Sampled | Exception]:
@@ -305,7 +305,7 @@ def test_an_error_after_the_stream_began_is_raised_by_the_client(
     chatty_live.wait_idle()
 
 
-def test_a_closed_stream_of_many_prompts_frees_everything(chatty_live: Live) -> None:
+def test_closing_a_stream_of_several_prompts_frees_everything(chatty_live: Live) -> None:
     body = {"prompt": ["a", "b", "c"], "max_tokens": 200, "stream": True, "n": 2, "ignore_eos": True}
     with httpx.stream("POST", chatty_live.url + "/v1/completions", json=body) as response:
         next(response.iter_raw())

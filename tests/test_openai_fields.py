@@ -1,4 +1,4 @@
-"""Fields of the OpenAI endpoints, models and tokenizing, tried with the real `openai` client."""
+"""Fields of the OpenAI endpoints, models and tokenize, through the real `openai` client."""
 
 from __future__ import annotations
 
@@ -51,9 +51,7 @@ def test_a_trailing_slash_does_not_lose_a_body(chatty_live: Live) -> None:
         ({"json_schema": {"const": [1]}}, "[1]"),
     ],
 )
-def test_what_generate_can_ask_of_a_text_can_be_asked_here(
-    client: openai.OpenAI, asked: dict[str, Any], text: str
-) -> None:
+def test_grammars_work_as_on_generate(client: openai.OpenAI, asked: dict[str, Any], text: str) -> None:
     body: dict[str, Any] = {"model": "chatty", "max_tokens": 20, "extra_body": asked}
     assert client.completions.create(prompt="x", **body).choices[0].text == text
     chat = client.chat.completions.create(messages=HELLO, **body, stream=True)
@@ -88,7 +86,7 @@ def test_what_generate_can_ask_of_a_text_can_be_asked_here(
         ({"logit_bias": {"999": 1}}, "logit_bias"),
     ],
 )
-def test_a_wrong_completion_field_is_a_bad_request_naming_it(
+def test_a_wrong_completion_field_is_a_400_that_names_it(
     client: openai.OpenAI, change: dict[str, Any], param: str
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:
@@ -127,7 +125,7 @@ def test_a_wrong_completion_field_is_a_bad_request_naming_it(
     ],
 )
 @pytest.mark.parametrize("stream", [False, True])
-def test_a_wrong_chat_field_is_a_bad_request_naming_it_before_the_stream(
+def test_a_wrong_chat_field_is_a_400_that_names_it_before_any_stream(
     client: openai.OpenAI, change: dict[str, Any], param: str, stream: bool
 ) -> None:
     with pytest.raises(openai.BadRequestError) as caught:

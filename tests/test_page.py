@@ -1,4 +1,4 @@
-"""The page in a real browser: it writes, shows the pool at work, stops, and is right on a phone and by keyboard."""
+"""The page in a real browser: text streams in, the pool is shown live, and it works on a phone and by keyboard."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def browser() -> Iterator[Any]:
 
 
 class Paced:
-    """The toy with steps as long as a test wants them, so that what it looks for is there until it has been seen."""
+    """The toy with steps slow enough that what a test looks for is still there when it looks."""
 
     def __init__(self, live: Live) -> None:
         self.live = live
@@ -61,9 +61,9 @@ def paced(toy: Paced) -> Iterator[Paced]:
 
 @contextmanager
 def opened(browser: Any, live: Live, **context: Any) -> Iterator[Any]:
-    """The page, loaded; when the block ends, nothing must have gone wrong in it or come from elsewhere."""
+    """The loaded page. Fails at the end if it had an error or loaded anything from elsewhere."""
     faults: list[str] = []
-    quiet = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"}  # cheaper to draw
+    quiet = {"viewport": {"width": 1280, "height": 800}, "reduced_motion": "reduce"}  # cheaper to render
     made = browser.new_context(**quiet | context)
     made.set_default_timeout(30_000)
     page = made.new_page()
@@ -78,7 +78,7 @@ def opened(browser: Any, live: Live, **context: Any) -> Iterator[Any]:
 
 
 def until(page: Any, true: str, seconds: float = 30.0) -> None:
-    """Waits for a JavaScript expression; asked from outside, since the page's policy forbids to evaluate in it."""
+    """Waits for a JavaScript expression to be true. Polls from outside: the page's policy forbids eval."""
     end = time.monotonic() + seconds
     while not page.evaluate(true):
         assert time.monotonic() < end, f"never came true: {true}"
@@ -90,13 +90,11 @@ def write(page: Any, prompt: str) -> None:
     page.press(PROMPT, "Control+Enter")
 
 
-def test_a_prompt_is_written_on_token_by_token_its_slot_fills_and_frees_and_escape_stops(
-    browser: Any, paced: Paced
-) -> None:
+def test_text_streams_in_the_slot_fills_and_frees_and_escape_stops(browser: Any, paced: Paced) -> None:
     figure = "document.querySelector('.slots .figure').textContent"
     with opened(browser, paced.live) as page:
         page.click(".sampling summary")
-        page.check(".fields input[type=checkbox]")  # past the end of text
+        page.check(".fields input[type=checkbox]")  # ignore the end-of-text token
         paced.step_s = 0.1
         write(page, "ROMEO:\n")
         until(page, "document.querySelectorAll('.output .fresh').length >= 3")
@@ -126,7 +124,7 @@ def test_a_prompt_is_written_on_token_by_token_its_slot_fills_and_frees_and_esca
             paced.live.wait_idle(10)
 
 
-def test_a_chat_goes_on_from_turn_to_turn(browser: Any, paced: Paced) -> None:
+def test_a_chat_continues_over_turns(browser: Any, paced: Paced) -> None:
     with opened(browser, paced.live) as page:
         page.click("text=Chat")
         page.click(".sampling summary")
@@ -139,7 +137,7 @@ def test_a_chat_goes_on_from_turn_to_turn(browser: Any, paced: Paced) -> None:
         assert page.text_content(".paper .assistant") and page.text_content(".output") == ""
 
 
-def test_what_waits_is_shown_with_its_reason(browser: Any, paced: Paced) -> None:
+def test_the_queue_shows_why_requests_wait(browser: Any, paced: Paced) -> None:
     body = {"prompt": "busy", "max_tokens": 100, "ignore_eos": True}
     paced.step_s = 0.3
     with opened(browser, paced.live) as page, ThreadPoolExecutor(6) as threads:
@@ -148,13 +146,13 @@ def test_what_waits_is_shown_with_its_reason(browser: Any, paced: Paced) -> None
         row = page.text_content(".queue tbody tr")
         assert "gen-" in row and "a slot" in row and row.count(" s") >= 2
         until(page, "document.querySelector('.slots .figure').textContent.startsWith('4 of 4')")
-        until(page, "document.querySelector('.slots canvas').ariaLabel.includes('4 of 4 slots run')")
+        until(page, "document.querySelector('.slots canvas').ariaLabel.includes('4 of 4 slots running')")
         paced.step_s = 0.0
         for holder in holders:
             assert holder.result().endswith("data: [DONE]\n\n")
 
 
-def test_a_refusal_is_in_the_servers_words_and_text_is_text_of_which_nothing_is_run(browser: Any, paced: Paced) -> None:
+def test_errors_show_the_servers_message_and_text_is_never_run_as_html(browser: Any, paced: Paced) -> None:
     with opened(browser, paced.live) as page:
         write(page, "word " * 5000)
         refused = page.wait_for_selector(".facts.refused").text_content()
@@ -167,7 +165,7 @@ def test_a_refusal_is_in_the_servers_words_and_text_is_text_of_which_nothing_is_
     assert "script-src 'self'" in headers["content-security-policy"] and "unsafe" not in str(headers)
 
 
-def test_a_narrow_dark_screen_shows_all_without_scrolling_sideways(browser: Any, paced: Paced) -> None:
+def test_a_narrow_dark_screen_needs_no_sideways_scrolling(browser: Any, paced: Paced) -> None:
     size = {"width": 320, "height": 800}
     paper = "getComputedStyle(document.body).backgroundColor"
     with opened(browser, paced.live, viewport=size, is_mobile=True, has_touch=True, color_scheme="dark") as page:
@@ -205,27 +203,25 @@ def test_the_vendored_files_are_the_pinned_ones() -> None:
     assert "Apache License" in licences and licences.count("MIT") >= 2
 
 
-def test_only_the_pages_own_kinds_of_file_are_served(live: Live) -> None:
+def test_only_the_pages_own_file_types_are_served(live: Live) -> None:
     assert CLIENT.get(live.url + "/page/app.js").headers["content-type"].startswith("text/javascript")
     assert CLIENT.get(live.url + "/page/vendor/LICENSES.txt").status_code == 200
     for path in ("__init__.py", "vendor/fetch.sh", "..%2f__main__.py", "%2e%2e/app.py", "", "vendor"):
         assert CLIENT.get(live.url + "/page/" + path).status_code in (404, 405), path
 
 
-def pictures(live: Live, count: int) -> list[str]:
+def snapshots(live: Live, count: int) -> list[str]:
     with CLIENT.stream("GET", live.url + "/pool") as response:
         got = response.iter_lines()
         return [line for line in (next(got) for _ in range(2 * count)) if line]
 
 
-def test_all_who_look_share_one_picture_and_it_is_taken_only_while_somebody_looks(
-    live: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_viewers_share_snapshots_and_none_is_taken_without_viewers(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     taken: list[float] = []
     snapshot = pool_feed.snapshot
     monkeypatch.setattr(pool_feed, "snapshot", lambda *parts: (taken.append(time.monotonic()), snapshot(*parts))[1])
     with ThreadPoolExecutor(8) as threads:
-        seen = list(threads.map(lambda _: pictures(live, 4), range(8)))
+        seen = list(threads.map(lambda _: snapshots(live, 4), range(8)))
     assert len(taken) < 16  # not 8 times 4
     assert len(set().union(*seen)) <= len(taken)
     time.sleep(3 * pool_feed.PERIOD_S)
@@ -234,33 +230,33 @@ def test_all_who_look_share_one_picture_and_it_is_taken_only_while_somebody_look
     assert len(taken) == before
 
 
-def test_one_more_who_looks_than_there_is_room_for_is_refused(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_viewer_too_many_is_refused(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pool_feed, "MAX_VIEWERS", 1)
     assert CLIENT.head(live.url + "/pool").status_code == 200
     with CLIENT.stream("GET", live.url + "/pool") as first:
-        looking = first.iter_raw()  # an iterator that is dropped closes the connection
+        looking = first.iter_raw()  # dropping the iterator closes the connection
         next(looking)
         second = CLIENT.get(live.url + "/pool")
         assert second.status_code == 503 and second.headers["retry-after"] == "10"
-    while len(pictures_or_refusal(live)) != 1:
+    while len(snapshots_or_refusal(live)) != 1:
         time.sleep(0.05)
 
 
-def pictures_or_refusal(live: Live) -> list[str]:
+def snapshots_or_refusal(live: Live) -> list[str]:
     with CLIENT.stream("GET", live.url + "/pool") as response:
         return [next(response.iter_lines())] if response.status_code == 200 else []
 
 
-def test_the_picture_shows_what_the_ledger_has(rand: Path) -> None:
+def test_a_snapshot_shows_what_the_ledger_has(rand: Path) -> None:
     import orjson
 
     body: dict[str, Any] = {"prompt": "seen", "max_tokens": 240, "ignore_eos": True}
     with serve(0.004, model=str(rand), slots=8) as live, ThreadPoolExecutor(3) as threads:
         running = [threads.submit(stream_raw, live.url, **body) for _ in range(3)]
-        pictured = [orjson.loads(line.removeprefix("data: ")) for line in pictures(live, 6)]
+        seen = [orjson.loads(line.removeprefix("data: ")) for line in snapshots(live, 6)]
         for stream in running:
             stream.result()
-    full = max(pictured, key=lambda picture: len(picture["running"]))
+    full = max(seen, key=lambda one: len(one["running"]))
     assert full["state"] == "ok" and full["slots"] == 8
     assert 0 < len(full["running"]) <= 3
     assert all(rows <= most for _, rows, most, *_ in full["running"])

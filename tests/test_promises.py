@@ -1,4 +1,4 @@
-"""What waits is explained, what is told holds, what is reused changes nothing: on a real server."""
+"""On a real server: waiting is explained, reported times hold, and the prefix cache changes no byte."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ COMMENT = re.compile(r": waiting position=(\d+) for=(\w+) latest_ms=(\d+|unknown
 
 @pytest.fixture(scope="module")
 def narrow(rand: Path) -> Iterator[Live]:
-    """Two slots, and a pool that holds one sequence at full length and a half."""
+    """Two slots, and a pool for one and a half sequences of full length."""
     with serve(PACE, model=str(rand), slots=2, kv_memory=192 * 1024, prefill_chunk=16) as server:
         yield server
 
 
 def raw(live: Live, **body: Any) -> str:
-    """The whole text of a stream, comments and all."""
+    """The raw text of a stream, with its comments."""
     with httpx.stream("POST", live.url + "/generate", json=body, timeout=60) as response:
         assert response.status_code == 200, response.read()
         return b"".join(response.iter_raw()).decode()
@@ -49,7 +49,7 @@ def busy(live: Live, count: int, **body: Any) -> list[threading.Thread]:
     return threads
 
 
-def test_one_that_waits_is_told_its_place_what_binds_and_the_latest_time(rand: Path) -> None:
+def test_a_waiting_request_is_told_its_position_what_it_waits_for_and_its_latest_start(rand: Path) -> None:
     with serve(PACE, model=str(rand), slots=1) as live:
         threads = busy(live, 1, max_tokens=240)
         with ThreadPoolExecutor(2) as pool:
@@ -61,14 +61,14 @@ def test_one_that_waits_is_told_its_place_what_binds_and_the_latest_time(rand: P
             thread.join()
 
 
-def test_the_first_request_too_is_told_when_its_first_token_may_come(rand: Path) -> None:
+def test_even_the_first_request_gets_a_predicted_first_token_time(rand: Path) -> None:
     with serve(model=str(rand)) as live:
         start = live.stream("x", max_tokens=1)[0]
         assert start["timing"]["predicted_ttft_ms"] > start["queued_ms"]
 
 
 class Promises:
-    """Of each request that had to wait: by when it was told its slot, and when it got it; in steps and in seconds."""
+    """Reported latest start and real start of each request that had to wait, in steps and in seconds."""
 
     def __init__(self, live: Live) -> None:
         self.scheduler = scheduler = live.service.engine.scheduler
@@ -98,7 +98,7 @@ class Promises:
 
 
 def keep_asking(live: Live, requests: int, clients: int, rng: random.Random) -> None:
-    """Clients that ask for random lengths and read quickly, so that some always wait."""
+    """Clients with random lengths that read fast, so that some always wait."""
 
     def one(_: int) -> None:
         prompt = [rng.randrange(200) for _ in range(rng.choice((4, 20, 60)))]
@@ -112,17 +112,17 @@ def keep_asking(live: Live, requests: int, clients: int, rng: random.Random) -> 
     ("rule", "requests", "clients"),
     [("peak", 60, 16), ("reserve", 60, 16), pytest.param("peak", 200, 200, marks=pytest.mark.slow)],
 )
-def test_nobody_gets_its_slot_later_than_told(rand: Path, rule: str, requests: int, clients: int) -> None:
+def test_no_request_starts_later_than_reported(rand: Path, rule: str, requests: int, clients: int) -> None:
     pool = {"slots": 6, "kv_memory": 384 * 1024, "prefill_chunk": 16, "buffer_tokens": 4096}
     with serve(model=str(rand), admission=rule, **pool) as live:
         promises = Promises(live)
         keep_asking(live, requests, clients, random.Random(1))
-        assert len(promises.steps) > requests // 3, "too few had to wait"
+        assert len(promises.steps) > requests // 3, "too few requests had to wait"
         assert all(real <= told for told, real in promises.steps)
         assert promises.scheduler.counts.postponed == 0
 
 
-def test_a_request_can_be_asked_about_by_its_own_id_and_by_ours(narrow: Live) -> None:
+def test_a_request_is_found_by_the_clients_id_and_by_ours(narrow: Live) -> None:
     threads = busy(narrow, 2, max_tokens=180)
     headers = {"X-Request-Id": "client-7"}
     body = {"prompt": "waits", "max_tokens": 100, "ignore_eos": True}
@@ -143,7 +143,7 @@ def test_a_request_can_be_asked_about_by_its_own_id_and_by_ours(narrow: Live) ->
     assert gone.status_code == 404 and gone.json()["error"]["code"] == "not_found"
 
 
-def test_patience_and_deadlines_end_a_request_with_their_own_reason(narrow: Live) -> None:
+def test_max_queue_ms_and_deadline_ms_end_a_request_with_reason_deadline(narrow: Live) -> None:
     threads = busy(narrow, 2, max_tokens=120)
     queued = narrow.stream("x", max_tokens=8, max_queue_ms=1)
     assert [frame["type"] for frame in queued] == ["end"] and queued[0]["finish_reason"] == "deadline"
@@ -157,7 +157,7 @@ def test_patience_and_deadlines_end_a_request_with_their_own_reason(narrow: Live
     assert narrow.wait_idle()["pool"]["lent_bytes"] == 0
 
 
-def test_a_queue_is_bounded_in_prompt_tokens_too(rand: Path) -> None:
+def test_the_queue_is_also_limited_in_prompt_tokens(rand: Path) -> None:
     with serve(PACE, model=str(rand), slots=1, queue_tokens=100) as live:
         threads = busy(live, 1, max_tokens=240)
         with ThreadPoolExecutor(1) as pool:
@@ -170,19 +170,19 @@ def test_a_queue_is_bounded_in_prompt_tokens_too(rand: Path) -> None:
             waiting.result()
         for thread in threads:
             thread.join()
-        assert live.generate([1] * 150, max_tokens=1)  # more than the bound, but nobody waits
+        assert live.generate([1] * 150, max_tokens=1)  # over the limit, but nobody waits
 
 
 @pytest.mark.parametrize("chunk", [7, 32])
-def test_reuse_changes_no_byte_and_is_reported(rand: Path, chunk: int) -> None:
-    """Cold, taken over whole (a chat's next turn), copied from a resident slot and from a running one."""
+def test_the_prefix_cache_changes_no_byte_and_is_reported(rand: Path, chunk: int) -> None:
+    """Without the cache, a chat's next turn, copied from a cached prefix and from a running sequence."""
     system = [10 + at % 200 for at in range(90)]
     ask = {"max_tokens": 24, "temperature": 0.8, "seed": 5, "ignore_eos": True, "logprobs": 2}
     with serve(PACE, model=str(rand), slots=4, prefill_chunk=chunk) as live:
         cold = {at: live.generate([*system, at], cache_prefix=False, **ask) for at in (1, 2)}
         assert cold[1]["usage"]["cached_tokens"] == 0
         first = live.generate([*system, 1], **ask)
-        assert first["usage"]["cached_tokens"] == 0  # the cold ones left nothing behind
+        assert first["usage"]["cached_tokens"] == 0  # the runs without the cache left nothing behind
         copied = live.generate([*system, 2], **ask)
         assert copied["usage"]["cached_tokens"] == 90
         for at, answer in ((1, first), (2, copied)):
@@ -202,7 +202,7 @@ def test_reuse_changes_no_byte_and_is_reported(rand: Path, chunk: int) -> None:
         assert again["usage"]["cached_tokens"] == 90 and again["choices"] == cold[1]["choices"]
 
 
-def test_siblings_share_their_prompt_and_come_in_waves_where_slots_are_few(rand: Path) -> None:
+def test_choices_share_their_prompt_and_run_in_waves_if_slots_are_few(rand: Path) -> None:
     prompt, ask = list(range(100)), {"max_tokens": 20, "seed": 3, "ignore_eos": True}
     with serve(PACE, model=str(rand), slots=3, prefill_chunk=16) as live:
         rows = [0]

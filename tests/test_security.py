@@ -1,4 +1,4 @@
-"""Keys, origins, limits, TLS; and no secret in anything the server says."""
+"""Keys, origins, limits, TLS; and no secret in any output."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ KEYS = ("first-key-0123", "second-key-4567")
 
 @pytest.fixture(scope="module")
 def locked(rand: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
-    """A server with two keys, one of them from a file, that lets one origin in."""
+    """A server with two keys, one of them from a file, and one allowed origin."""
     file = tmp_path_factory.mktemp("keys") / "keys"
     file.write_text(f"\n{KEYS[1]}\n")
     with serve(model=str(rand), slots=2, api_key=f"{KEYS[0]},@{file}", cors_origin="https://app.example") as live:
@@ -37,7 +37,7 @@ def bearer(key: str) -> dict[str, str]:
 @pytest.mark.parametrize(
     "path", ["/slots", "/plan", "/metrics", "/openapi.json", "/nowhere", "//health", "/slots/", "/v1/models"]
 )
-def test_every_path_asks_for_a_key(locked: Live, path: str) -> None:
+def test_every_path_needs_a_key(locked: Live, path: str) -> None:
     for headers in ({}, bearer("first-key-0124"), bearer("x"), bearer(KEYS[0][:-1]), {"Authorization": KEYS[0]}):
         refused = CLIENT.get(locked.url + path, headers=headers)
         assert refused.status_code == 401 and refused.headers["www-authenticate"] == "Bearer"
@@ -54,7 +54,7 @@ def test_a_wrong_key_runs_nothing_and_is_counted(locked: Live) -> None:
 
 
 @pytest.mark.parametrize("key", KEYS)
-def test_each_key_opens_and_probes_need_none(locked: Live, key: str) -> None:
+def test_each_key_works_and_probes_need_none(locked: Live, key: str) -> None:
     body = {"prompt": "x", "max_tokens": 2, "stream": False}
     assert CLIENT.post(locked.url + "/generate", json=body, headers=bearer(key)).status_code == 200
     assert CLIENT.get(locked.url + "/slots", headers={"Authorization": f"bearer {key}"}).status_code == 200
@@ -62,7 +62,7 @@ def test_each_key_opens_and_probes_need_none(locked: Live, key: str) -> None:
     assert CLIENT.get(locked.url + "/health/").status_code == 200
 
 
-def test_no_secret_is_in_metrics_plan_errors_or_the_settings_own_words(locked: Live) -> None:
+def test_no_key_is_in_metrics_plan_errors_or_printed_settings(locked: Live) -> None:
     said = repr(locked.service.settings) + str(locked.service.settings.model_dump_json())
     for path in ("/metrics", "/plan", "/slots", "/nowhere", "/openapi.json", "/health"):
         said += CLIENT.get(locked.url + path, headers=bearer(KEYS[0])).text
@@ -77,7 +77,7 @@ def test_a_bad_key_is_one_line_that_does_not_repeat_it(capsys: pytest.CaptureFix
     assert value.startswith("@") or not any(part in said for part in value.split(","))
 
 
-def test_only_the_origin_that_was_named_may_call_and_never_with_credentials(locked: Live) -> None:
+def test_only_the_configured_origin_may_call_and_never_with_credentials(locked: Live) -> None:
     asked = "authorization,content-type,openai-organization,traceparent,x-stainless-os,x-stainless-retry-count"
     preflight = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": asked}
     ours = CLIENT.options(locked.url + "/generate", headers={"Origin": "https://app.example"} | preflight)
@@ -132,14 +132,14 @@ def raw(live: Live, *parts: bytes, pause_s: float = 0.0) -> bytes:
         b"GET /health HTTP/1.1\r\nHost: x\r\nX-Endless: " + b"a" * 3_000_000,
     ],
 )
-def test_a_head_beyond_its_bound_is_refused_in_the_error_form(live: Live, head: bytes) -> None:
+def test_a_head_that_is_too_long_is_refused_in_the_error_format(live: Live, head: bytes) -> None:
     answer = raw(live, head)
-    assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")  # the kernel may drop it with what was not read
+    assert answer == b"" or answer.startswith(b"HTTP/1.1 431 ")  # the kernel may drop it with the unread rest
     assert CLIENT.get(live.url + "/health").status_code == 200
     assert CLIENT.get(live.url + "/health", headers={"X-Long": "a" * 20_000}).status_code == 200
 
 
-def test_bytes_that_are_no_http_get_a_400_in_the_error_form(live: Live) -> None:
+def test_bytes_that_are_not_http_get_a_400_in_the_error_format(live: Live) -> None:
     def counted() -> float:
         line = next(line for line in CLIENT.get(live.url + "/metrics").text.splitlines() if 'code="bad_head"' in line)
         return float(line.split()[-1])
@@ -150,7 +150,7 @@ def test_bytes_that_are_no_http_get_a_400_in_the_error_form(live: Live) -> None:
     assert counted() == before + 1
 
 
-def test_a_head_or_body_that_never_ends_is_not_waited_for(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_heads_and_bodies_that_never_end_time_out(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEAD_S", 0.3)
     monkeypatch.setattr(body_room, "BODY_S", 0.3)
     assert raw(live, b"GET /health HTTP/1.1\r\nHost").startswith(b"HTTP/1.1 408 ")
@@ -158,10 +158,10 @@ def test_a_head_or_body_that_never_ends_is_not_waited_for(live: Live, monkeypatc
     post = b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 100\r\n\r\n{"
     assert raw(live, post).startswith(b"HTTP/1.1 408 ")
     one = b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n"
-    assert raw(live, one, one, b"GET /he", pause_s=0.1).count(b"HTTP/1.1 200 ") == 2  # a later head has a bound, too
+    assert raw(live, one, one, b"GET /he", pause_s=0.1).count(b"HTTP/1.1 200 ") == 2  # a later head has a limit, too
 
 
-def test_tls_by_its_certificate_and_a_bad_one_is_one_line(
+def test_tls_works_and_a_bad_certificate_is_a_one_line_error(
     rand: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     key, certificate = tmp_path / "key.pem", tmp_path / "cert.pem"

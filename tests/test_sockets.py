@@ -1,4 +1,4 @@
-"""HTTP on raw sockets: old versions, upgrades, pipelining, odd requests and endless ones are answered or refused."""
+"""HTTP on raw sockets: old versions, upgrades, pipelining, malformed and endless requests."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def live(chatty: Path) -> Iterator[Live]:
 
 
 def raw(live: Live, data: bytes, timeout: float = 20.0) -> bytes:
-    """What comes back until the server closes the connection."""
+    """All bytes until the server closes the connection."""
     host, port = live.url.removeprefix("http://").split(":")
     got = b""
     with socket.create_connection((host, int(port)), timeout=timeout) as connection:
@@ -61,7 +61,7 @@ def test_an_http_1_0_client_gets_plain_bytes_until_the_connection_closes(live: L
 OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUPGRADE:h2c\r\nHTTP2-Settings: AAMAAABkAAQAAP__\r\n"
 
 
-def test_an_offer_of_an_upgrade_is_not_taken_up_and_loses_no_body_wherever_it_is_cut(live: Live) -> None:
+def test_an_upgrade_is_declined_without_losing_the_body_however_it_is_split(live: Live) -> None:
     request = posted(b'{"prompt": "abc"}', headers=OFFER, path=b"/tokenize")
     host, port = live.url.removeprefix("http://").split(":")
     with socket.create_connection((host, int(port)), timeout=5) as connection:
@@ -79,7 +79,7 @@ def test_an_offer_of_an_upgrade_is_not_taken_up_and_loses_no_body_wherever_it_is
     assert raw(live, websocket).startswith(b"HTTP/1.1 200 OK")
 
 
-def test_pipelined_requests_that_offer_an_upgrade_are_all_answered(live: Live) -> None:
+def test_pipelined_requests_that_offer_upgrades_are_all_answered(live: Live) -> None:
     body, path = b'{"prompt": "abc"}', b"/tokenize"
     chunked = b"POST /tokenize HTTP/1.1\r\nHost: x\r\n" + OFFER + b"Transfer-Encoding: chunked\r\n\r\n"
     chunked += b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body)
@@ -114,7 +114,7 @@ def test_pipelined_requests_that_offer_an_upgrade_are_all_answered(live: Live) -
         ("GET /é".encode(), 400),
     ],
 )
-def test_odd_requests_are_refused_in_the_error_form(live: Live, request_line: bytes, status: int) -> None:
+def test_odd_requests_are_refused_in_the_error_format(live: Live, request_line: bytes, status: int) -> None:
     head, _, body = raw(live, request_line + b" HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n").partition(
         b"\r\n\r\n"
     )
@@ -128,17 +128,17 @@ def test_odd_requests_are_refused_in_the_error_form(live: Live, request_line: by
     "headers",
     [b"Content-Length: 4\r\nTransfer-Encoding: chunked\r\n", b"Content-Length: -1\r\n", b"Content-Length: 1\r\n" * 2],
 )
-def test_a_body_of_doubtful_length_is_refused(live: Live, headers: bytes) -> None:
+def test_a_body_of_ambiguous_length_is_refused(live: Live, headers: bytes) -> None:
     answer = raw(live, b"POST /generate HTTP/1.1\r\nHost: x\r\n" + headers + b"\r\n0\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ")
 
 
-def test_a_broken_chunk_is_told(live: Live) -> None:
+def test_a_broken_chunk_is_refused(live: Live) -> None:
     answer = raw(live, b"POST /generate HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nZZ\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400 ") and json.loads(answer.partition(b"\r\n\r\n")[2])
 
 
-def test_a_huge_body_is_refused_while_health_stays_quick(live: Live) -> None:
+def test_a_huge_body_is_refused_while_health_stays_fast(live: Live) -> None:
     ended, waits = threading.Event(), []
 
     def probe() -> None:
@@ -151,7 +151,7 @@ def test_a_huge_body_is_refused_while_health_stays_quick(live: Live) -> None:
     prober = threading.Thread(target=probe)
     prober.start()
     part = b"x" * 65_536
-    for headers in ({"Content-Length": str(64 * 2**20)}, {}):  # told, and in chunks
+    for headers in ({"Content-Length": str(64 * 2**20)}, {}):  # announced, and in chunks
         body = (part for _ in range(1024))
         response = httpx.post(live.url + "/generate", content=body, headers=headers, timeout=60)
         assert response.status_code == 413 and response.json()["error"]["max_body_bytes"] == 2**20

@@ -1,4 +1,4 @@
-"""Many clients at once: each gets what it would get alone, and every way out gives everything back."""
+"""Many clients at once: each gets what it would get alone, and every kind of end frees everything."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from tokenteller.server.errors import SlowReader
 
 @pytest.fixture(scope="module")
 def crowd(rand: Path) -> Iterator[Live]:
-    """A server with 16 slots, small prefill chunks and a short patience with slow readers."""
+    """A server with 16 slots, small prefill chunks and a short timeout for slow readers."""
     with serve(model=str(rand), slots=16, prefill_chunk=16, buffer_tokens=32, slow_reader_timeout=1.0) as server:
         yield server
 
@@ -62,38 +62,39 @@ def test_every_stream_in_a_crowd_equals_its_solo_run(crowd: Live) -> None:
     for alone, frames in zip(solo, together, strict=True):
         assert [t for f in frames if f["type"] == "token" for t in f["token_ids"]] == alone["token_ids"]
         assert joined(frames) == alone["text"]
-    idle = crowd.wait_idle()["pool"]  # what is left are prefixes kept for reuse
+    idle = crowd.wait_idle()["pool"]  # what is left is the prefix cache
     assert idle["resident_bytes"] == idle["committed_bytes"] and idle["lent_bytes"] == 0
 
 
-def test_the_ledger_and_the_kernel_agree_while_streams_run(crowd: Live) -> None:
-    clients = [open_socket(crowd, prompt=[at] * 100, max_tokens=150, ignore_eos=True) for at in range(6)]
-    seen, busy = 0, True
-    while busy or not seen:
-        pool = crowd.slots()
-        busy = any(slot["state"] == "running" for slot in pool["slots"])
-        if pool["pool"]["committed_bytes"]:
-            seen += 1
-            assert pool["pool"]["resident_bytes"] == pool["pool"]["committed_bytes"]
-            assert pool["pool"]["committed_bytes"] == sum(slot["bytes"] for slot in pool["slots"])
-    assert seen >= 3
-    for client in clients:
-        client.close()
+def test_the_ledger_and_the_kernel_agree_while_streams_run(rand: Path) -> None:
+    with serve(0.003, model=str(rand), slots=4, prefill_chunk=16) as live:
+        clients = [open_socket(live, prompt=[at] * 100, max_tokens=150, ignore_eos=True) for at in range(6)]
+        seen, busy = 0, True
+        while busy or not seen:
+            pool = live.slots()
+            busy = any(slot["state"] == "running" for slot in pool["slots"])
+            if pool["pool"]["committed_bytes"]:
+                seen += 1
+                assert pool["pool"]["resident_bytes"] == pool["pool"]["committed_bytes"]
+                assert pool["pool"]["committed_bytes"] == sum(slot["bytes"] for slot in pool["slots"])
+        assert seen >= 3
+        for client in clients:
+            client.close()
 
 
 @pytest.mark.parametrize("stream", [True, False])
 @pytest.mark.parametrize("delay", [0.0, 0.02, 0.15])
 def test_a_client_that_leaves_frees_its_slot(crowd: Live, stream: bool, delay: float) -> None:
     clients = [open_socket(crowd, prompt=[3] * 90, max_tokens=160, ignore_eos=True, stream=stream) for _ in range(20)]
-    time.sleep(delay)  # some are queued, some in prefill, some in decode
+    time.sleep(delay)  # some wait, some are in prefill, some decode
     for client in clients:
         client.close()
     assert crowd.wait_idle(3)["pool"]["lent_bytes"] == 0
     assert len(crowd.service.streams) == 0
 
 
-def test_a_reader_that_stops_is_held_and_then_ended_while_others_go_on(rand: Path) -> None:
-    """The socket's own buffers swallow a small answer, so the reader is stopped inside: nothing is taken out."""
+def test_a_reader_that_stalls_is_paused_and_then_ended_while_others_go_on(rand: Path) -> None:
+    """Socket buffers would swallow the whole answer, so the stream's own reader is stalled."""
     with serve(0.003, model=str(rand), slots=2, buffer_tokens=8, slow_reader_timeout=0.5) as live:
         stalled = open_socket(live, prompt="x", max_tokens=250, ignore_eos=True)
         streams = live.service.streams
@@ -109,7 +110,7 @@ def test_a_reader_that_stops_is_held_and_then_ended_while_others_go_on(rand: Pat
 
 
 class _Never(asyncio.Event):
-    """An event that wakes nobody."""
+    """An event that never wakes anyone."""
 
     def is_set(self) -> bool:
         return False
@@ -120,10 +121,10 @@ class _Never(asyncio.Event):
 
 
 @pytest.mark.parametrize(("path", "frames"), [("/generate", 5), ("/v1/completions", 4)])
-def test_what_is_ready_together_goes_out_in_one_write(
+def test_frames_that_are_ready_together_go_out_in_one_write(
     crowd: Live, monkeypatch: pytest.MonkeyPatch, path: str, frames: int
 ) -> None:
-    """All events come at once, as after a moment in which the event loop was busy. A chunk of HTTP is one write."""
+    """All events come at once, as after the event loop was busy. One HTTP chunk is one write."""
     streams, late = crowd.service.streams, list[Event]()
     deliver = streams.deliver
 
@@ -143,8 +144,10 @@ def test_what_is_ready_together_goes_out_in_one_write(
 
 
 @pytest.mark.parametrize("pause", [0.0, 1.0])
-def test_silence_is_told_and_tokens_are_none(rand: Path, monkeypatch: pytest.MonkeyPatch, pause: float) -> None:
-    """Tokens come faster than that for longer than that, and once not."""
+def test_keep_alives_are_sent_in_pauses_and_not_between_tokens(
+    rand: Path, monkeypatch: pytest.MonkeyPatch, pause: float
+) -> None:
+    """Tokens come faster than the keep-alive period, over several periods; in one case with a pause."""
     monkeypatch.setattr("tokenteller.server.api.stream.KEEP_ALIVE_S", 0.3)
     with serve(0.03, model=str(rand), slots=1) as live:
         runner = live.service.engine.runner
@@ -180,7 +183,7 @@ def test_random_aborts_leak_nothing(crowd: Live) -> None:
 
 
 def test_a_poisoned_row_fails_alone(rand: Path, tmp_path: Path) -> None:
-    """A token whose embedding is NaN spoils its own request, not the neighbours, nor the slot's next tenant."""
+    """A token whose embedding is NaN fails its own request, not its neighbours or the slot's next request."""
     directory = shutil.copytree(rand, tmp_path / "poison")
     weights = load_file(directory / "model.safetensors")
     weights["model.embed_tokens.weight"][7] = float("nan")

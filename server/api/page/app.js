@@ -1,9 +1,10 @@
-// The page: a header, the playground, the live picture of the pool.
+// The page: a header, the playground, and the pool, live.
 
 import { html, render, useEffect, useRef, useState } from "./vendor/preact-htm.js";
-import { call, onKeyWanted, setKey } from "./net.js";
+import { useFeed } from "./feed.js";
+import { call, onKeyNeeded, setKey } from "./net.js";
 import { Playground } from "./playground.js";
-import { Pool, useFeed } from "./pool.js";
+import { Pool } from "./pool.js";
 
 const STATES = {
   connecting: "connecting",
@@ -18,12 +19,12 @@ function App() {
   const [plan, setPlan] = useState(null);
   const [model, setModel] = useState("");
   const [chat, setChat] = useState(false);
-  const [keyWanted, wantKey] = useState(false);
+  const [keyNeeded, setKeyNeeded] = useState(false);
   const [keyTries, tryAgain] = useState(0);
   const { feed, state } = useFeed(keyTries);
   const own = useRef(new Set());
 
-  useEffect(() => onKeyWanted(() => wantKey(true)), []);
+  useEffect(() => onKeyNeeded(() => setKeyNeeded(true)), []);
   useEffect(() => {
     const json = (path) => call(path).then((response) => response.json());
     json("plan").then(setPlan).catch(() => {});
@@ -33,12 +34,12 @@ function App() {
 
   const useKey = (value) => {
     setKey(value);
-    wantKey(false);
+    setKeyNeeded(false);
     tryAgain((tries) => tries + 1);
   };
   return html`
     <${Header} model=${model} state=${state} />
-    ${keyWanted && html`<${KeyForm} give=${useKey} />`}
+    ${keyNeeded && html`<${KeyForm} submitKey=${useKey} />`}
     <main>
       <${Playground} plan=${plan} model=${model} chat=${chat} own=${own.current} />
       <${Pool} plan=${plan} feed=${feed} own=${own.current} />
@@ -50,7 +51,7 @@ function Header({ model, state }) {
     <header>
       <img src="page/icon.svg" alt="" width="28" height="28" />
       <h1>tokenteller</h1>
-      ${model && html`<span class="model" title="the model that is served">${model}</span>`}
+      ${model && html`<span class="model" title="the served model">${model}</span>`}
       <span class="state ${state}" role="status"><i></i>${STATES[state]}</span>
       <${Theme} />
     </header>`;
@@ -70,16 +71,16 @@ function Theme() {
     </button>`;
 }
 
-function KeyForm({ give }) {
+function KeyForm({ submitKey }) {
   const input = useRef(null);
   useEffect(() => input.current.focus(), []);
   const submit = (event) => {
     event.preventDefault();
-    if (input.current.value) give(input.current.value);
+    if (input.current.value) submitKey(input.current.value);
   };
   return html`
     <form class="key card" onSubmit=${submit}>
-      <label for="key">This server asks for an API key. It stays in this tab and goes nowhere else.</label>
+      <label for="key">This server needs an API key. It stays in this tab.</label>
       <input id="key" ref=${input} type="password" autocomplete="off" spellcheck="false" />
       <button>Use it</button>
     </form>`;

@@ -1,10 +1,10 @@
-// Charts by uPlot, in the colours of the theme.
+// Charts, by uPlot, in the theme's colours.
 
 import { html, useEffect, useRef } from "./vendor/preact-htm.js";
 
 export const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 
-/** A chart that fills its box and is made anew when the theme changes. `options` is asked for each time. */
+/** A chart as wide as its box. Recreated with `options()` when the theme changes. */
 export function Chart({ label, options, height, feed }) {
   const box = useRef(null);
   useEffect(() => {
@@ -38,7 +38,7 @@ export function Chart({ label, options, height, feed }) {
   return html`<div class="chart" ref=${box} role="img" aria-label=${label}></div>`;
 }
 
-/** Axes without noise: few ticks, faint lines. */
+/** A plain axis: few ticks, faint lines. */
 export function axis(more = {}) {
   return {
     stroke: colour("quiet"),
@@ -49,7 +49,7 @@ export function axis(more = {}) {
   };
 }
 
-/** The gap before each token of one's own stream. */
+/** The gap before each token of the playground's stream. */
 export function GapChart({ gaps, busy }) {
   const SHOWN = 240;
   const feed = (show) => {

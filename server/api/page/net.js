@@ -5,7 +5,7 @@ const KEY = "tokenteller.key";
 let key = sessionStorage.getItem(KEY) ?? "";
 let askForKey = () => {};
 
-/** What the server said no with: its message and the numbers beside it. */
+/** An error response of the server, with its message and numbers. */
 export class Refusal extends Error {
   constructor(status, error) {
     super(error.message ?? `the server answered ${status}`);
@@ -19,12 +19,12 @@ export function setKey(value) {
   sessionStorage.setItem(KEY, value);
 }
 
-/** `callback` is called whenever the server wants a key that it did not get. */
-export function onKeyWanted(callback) {
+/** `callback` is called when the server asks for an API key. */
+export function onKeyNeeded(callback) {
   askForKey = callback;
 }
 
-/** A response that went well; throws a Refusal with the server's own words otherwise. */
+/** A successful response. Throws a Refusal otherwise. */
 export async function call(path, { body, signal } = {}) {
   const headers = key ? { Authorization: `Bearer ${key}` } : {};
   if (body) headers["Content-Type"] = "application/json";
@@ -37,11 +37,11 @@ export async function call(path, { body, signal } = {}) {
   });
   if (response.ok) return response;
   if (response.status === 401) askForKey();
-  const told = await response.json().catch(() => ({}));
-  throw new Refusal(response.status, told.error ?? {});
+  const answer = await response.json().catch(() => ({}));
+  throw new Refusal(response.status, answer.error ?? {});
 }
 
-/** The events of a stream as they come: {data} with parsed JSON, or {comment}. Ends at [DONE] or at the end. */
+/** The events of a stream: {data} with parsed JSON, or {comment}. Ends at [DONE] or with the stream. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   let text = "";

@@ -1,12 +1,13 @@
-// The playground: text to continue or a chat, streamed, with the sampling controls and what the server told of it.
+// The playground: continue a text or chat, streamed, with sampling controls and what the server reports.
 
 import { html, useEffect, useRef, useState } from "./vendor/preact-htm.js";
 import { call, events } from "./net.js";
 import { GapChart } from "./charts.js";
+import { duration, size } from "./format.js";
 
 const FIELDS = [
-  { name: "max_tokens", label: "Tokens at most", min: 1, max: 512, step: 1, value: 128 },
-  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, value: 0.8, hint: "0 takes the likeliest" },
+  { name: "max_tokens", label: "Max tokens", min: 1, max: 512, step: 1, value: 128 },
+  { name: "temperature", label: "Temperature", min: 0, max: 2, step: 0.05, value: 0.8, hint: "0 is greedy" },
   { name: "top_p", label: "Top p", min: 0.05, max: 1, step: 0.05, value: 1 },
   { name: "top_k", label: "Top k", min: 0, max: 200, step: 1, value: 0, hint: "0 is off" },
   { name: "min_p", label: "Min p", min: 0, max: 0.5, step: 0.01, value: 0 },
@@ -62,11 +63,11 @@ export function Playground({ plan, model, chat, own }) {
     <section class="card playground" aria-label="Playground">
       <${Tabs} mode=${mode} chat=${chat} change=${change} />
       <${Sampling} sampling=${sampling} set=${setSampling} plan=${plan} />
-      <div class="paper" tabindex="0" aria-label="What the model wrote">
+      <div class="paper" tabindex="0" aria-label="Output">
         ${turns.map((turn) => html`<p class=${turn.role}>${turn.content}</p>`)}
         ${mode === "text" && run && html`<span class="prompt">${run.prompt}</span>`}
         <span ref=${paper} class=${`output ${busy ? "busy" : ""}`} aria-live="off"></span>
-        ${!run && !turns.length && html`<p class="empty">${mode === "chat" ? "Say something." : "What is written here comes from the model, token by token."}</p>`}
+        ${!run && !turns.length && html`<p class="empty">${mode === "chat" ? "Say something." : "The model's text appears here, token by token."}</p>`}
       </div>
       <${Facts} run=${run} />
       <${GapChart} gaps=${gaps} busy=${busy} />
@@ -97,17 +98,17 @@ function Sampling({ sampling, set, plan }) {
             <output>${sampling[field.name]}</output>
           </label>`)}
         <label class="wide">
-          <span>Seed <em>empty is fresh</em></span>
+          <span>Seed <em>empty: random</em></span>
           <input inputmode="numeric" pattern="[0-9]*" value=${sampling.seed}
             onInput=${(event) => give("seed", event.target.value.replace(/\D/g, ""))} />
         </label>
         <label class="wide">
-          <span>Stop at <em>one text a line</em></span>
+          <span>Stop sequences <em>one per line</em></span>
           <textarea rows="1" value=${sampling.stop} onInput=${(event) => give("stop", event.target.value)}></textarea>
         </label>
         <label class="check">
           <input type="checkbox" checked=${sampling.ignore_eos} onChange=${(event) => give("ignore_eos", event.target.checked)} />
-          <span>Go on past the end of text</span>
+          <span>Ignore the end-of-text token</span>
         </label>
       </div>
     </details>`;
@@ -164,13 +165,13 @@ function chatRequest(model, messages, sampling) {
   return { path: "v1/chat/completions", body, prompt: "" };
 }
 
-/** Runs one request to its end and returns what is to be shown of it then. */
-async function stream(ask, writer, gaps, own, tell, signal) {
+/** Runs one request to its end. Returns the final state to show. */
+async function stream(ask, writer, gaps, own, setRun, signal) {
   const began = performance.now();
   const seen = { facts: [], tokens: 0, last: 0 };
-  const show = (phase, note) => tell({ phase, note, facts: seen.facts, prompt: ask.prompt });
+  const show = (phase, note) => setRun({ phase, note, facts: seen.facts, prompt: ask.prompt });
   writer.clear();
-  show("waiting", "asking");
+  show("waiting", "sending");
   try {
     for await (const event of events(await call(ask.path, { body: ask.body, signal }))) {
       if (event.comment) show(seen.tokens ? "writing" : "waiting", waitingNote(event.comment));
@@ -192,8 +193,8 @@ function take(frame, seen, { began, gaps, writer, own, show }) {
   const text = frame.text ?? frame.choices?.[0]?.delta?.content ?? "";
   if (frame.type === "start") {
     seen.facts = [["slot", frame.slot], ["prompt", `${frame.prompt_tokens} tokens`]];
-    if (frame.cached_tokens) seen.facts.push(["reused", `${frame.cached_tokens} tokens`]);
-    seen.facts.push(["memory at most", size(frame.kv.max)]);
+    if (frame.cached_tokens) seen.facts.push(["cached", `${frame.cached_tokens} tokens`]);
+    seen.facts.push(["memory up to", size(frame.kv.max)]);
     show("waiting", "reading the prompt");
   }
   if (text) {
@@ -212,28 +213,28 @@ function take(frame, seen, { began, gaps, writer, own, show }) {
   if (frame.usage && !frame.type) seen.facts.push(["tokens", frame.usage.completion_tokens]);
 }
 
-const REASONS = { stop: "came to its end", length: "as long as allowed", shutdown: "the server is going down" };
+const REASONS = { stop: "finished", length: "max tokens reached", shutdown: "the server is shutting down" };
 
 function finish(frame, seen) {
   const { usage, timing, seed } = frame;
   const seconds = (timing.total_ms - timing.ttft_ms) / 1000;
   seen.reason = REASONS[frame.finish_reason] ?? frame.finish_reason;
   seen.facts.push(["tokens", usage.completion_tokens]);
-  if (usage.completion_tokens > 1) seen.facts.push(["pace", `${((usage.completion_tokens - 1) / seconds).toFixed(1)} a second`]);
+  if (usage.completion_tokens > 1) seen.facts.push(["speed", `${((usage.completion_tokens - 1) / seconds).toFixed(1)} tokens/s`]);
   seen.facts.push(["seed", seed]);
 }
 
 /** ": waiting position=2 for=kv_bytes latest_ms=840" in words. */
 function waitingNote(comment) {
-  const told = Object.fromEntries([...comment.matchAll(/(\w+)=(\S+)/g)].map((match) => [match[1], match[2]]));
+  const fields = Object.fromEntries([...comment.matchAll(/(\w+)=(\S+)/g)].map((match) => [match[1], match[2]]));
   if (!comment.startsWith("waiting")) return "working";
-  const what = { slot: "a slot", kv_bytes: "memory", prefill: "its turn" }[told.for] ?? "its turn";
-  const place = told.position ? `, number ${told.position} in the queue` : "";
-  const latest = told.latest_ms ? `, at the latest in ${(told.latest_ms / 1000).toFixed(1)} s` : "";
+  const what = { slot: "a slot", kv_bytes: "memory", prefill: "its turn" }[fields.for] ?? "its turn";
+  const place = fields.position ? `, number ${fields.position} in the queue` : "";
+  const latest = Number(fields.latest_ms) >= 0 ? `, at most ${(fields.latest_ms / 1000).toFixed(1)} s` : "";
   return `waiting for ${what}${place}${latest}`;
 }
 
-/** Puts text on the paper, at most once a frame; keeps the end in view unless the reader scrolled away. */
+/** Appends text, at most once a frame, and keeps the end in view unless the user has scrolled away. */
 function paperWriter(node) {
   const paper = node.parentElement;
   let pending = "";
@@ -263,22 +264,10 @@ function paperWriter(node) {
   };
 }
 
-/** Joins all pieces but the last ones into one text: thousands of elements would be slow. */
+/** Merges all but the last pieces into one text node: thousands of elements would be slow. */
 function settle(node) {
   const old = [...node.childNodes].slice(0, -20);
   const text = document.createTextNode(old.map((piece) => piece.textContent).join(""));
   for (const piece of old) piece.remove();
   node.prepend(text);
-}
-
-const duration = (ms) => (ms < 1000 ? `${Math.round(ms)} ms` : `${(ms / 1000).toFixed(1)} s`);
-
-export function size(bytes) {
-  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
-  let value = bytes;
-  while (value >= 1024 && units.length > 1) {
-    value /= 1024;
-    units.shift();
-  }
-  return `${value >= 100 || units[0] === "B" ? Math.round(value) : value.toFixed(1)} ${units[0]}`;
 }

@@ -1,6 +1,6 @@
-"""Grammars: a JSON schema, a regular expression or a Lark grammar -> which tokens may come next, by llguidance.
+"""Constrained decoding with llguidance: a JSON schema, regular expression or Lark grammar says which tokens may follow.
 
-A mask is computed on a worker thread as soon as the token before it is known, so that the decoder's next step hides it.
+A worker thread computes each mask as soon as the previous token is known, while the decoder computes the logits.
 """
 
 from __future__ import annotations
@@ -24,40 +24,40 @@ if TYPE_CHECKING:
 Kind = Literal["json_schema", "regex", "grammar"]
 Mask = NDArray[np.bool_]
 
-MAX_CHARACTERS = 65_536  # compiling takes at most about 0.3 s for so many
+MAX_CHARACTERS = 65_536  # takes up to 0.3 s to compile
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled, that nothing satisfies, or that became too costly on the way."""
+    """A grammar that does not compile, that no text satisfies, or that becomes too expensive during generation."""
 
 
 class Grammars:
-    """Compiles grammars for one tokenizer and vocabulary. Safe to use from several threads."""
+    """Compiles grammars for one tokenizer and vocabulary. Thread-safe."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._lock = threading.Lock()
-        self._known: Any = None
+        self._vocabulary: Any = None
         self._workers = ThreadPoolExecutor(2, thread_name_prefix="grammar")
 
     def compile(self, kind: Kind, text: str) -> Grammar:
-        """Takes from 1 ms to some 0.3 s, so it belongs on a thread. Raises GrammarError with the reason."""
+        """Takes 1 ms to 0.3 s, so call it on a thread. Raises GrammarError with the reason."""
         from llguidance import LLMatcher, LLParserLimits
 
         if len(text) > MAX_CHARACTERS:
-            raise GrammarError(f"it has {len(text)} characters; at most {MAX_CHARACTERS} are taken")
+            raise GrammarError(f"it has {len(text)} characters, and at most {MAX_CHARACTERS} are allowed")
         if not self._tokenizer.stop_ids:
-            raise GrammarError("the model has no end token, so nothing could end the text")
+            raise GrammarError("the model has no end token, so the text could never end")
         make: dict[Kind, Callable[[str], str]] = {
             "json_schema": lambda schema: LLMatcher.grammar_from_json_schema(
-                _without_whole_open_ends(schema), overrides=_json_options(schema)
+                _with_exclusive_bounds(schema), overrides=_json_options(schema)
             ),
             "regex": LLMatcher.grammar_from_regex,
             "grammar": LLMatcher.grammar_from_lark,
         }
-        # By the library's own bounds a{100000} takes 0.2 s for each mask, for which all other streams would wait, and
-        # (a{1000}){1000} 4 s to be refused. By these a mask takes 20 ms at most, with 40 MB of states.
+        # With the library's defaults, each mask of a{100000} takes 0.2 s, during which all streams wait, and refusing
+        # (a{1000}){1000} takes 4 s. With these limits a mask takes at most 20 ms, and states 40 MB.
         limits = LLParserLimits(
             initial_lexer_fuel=100_000,
             step_lexer_fuel=20_000,
@@ -67,40 +67,40 @@ class Grammars:
             verbose_errors=False,
         )
         try:
-            matcher = LLMatcher(self._vocabulary(), make[kind](text), log_level=0, limits=limits)
+            matcher = LLMatcher(self._library_tokenizer(), make[kind](text), log_level=0, limits=limits)
         except ValueError as error:
             raise GrammarError(str(error)[:300]) from None
         _raise_if_broken(matcher)
         return Grammar(matcher, self._workers, self._vocab_size)
 
-    def _vocabulary(self) -> Any:
-        """llguidance's view of the tokenizer, made when it is first wanted: the same bytes that the text is made of."""
+    def _library_tokenizer(self) -> Any:
+        """llguidance's view of the tokenizer, made on first use, from the bytes that the detokenizer uses too."""
         from llguidance import LLTokenizer, TokenizerWrapper
 
         with self._lock:
-            if self._known is None:
-                words = _Words(self._tokenizer, self._vocab_size)
+            if self._vocabulary is None:
+                vocabulary = TokenizerWrapper(_Vocabulary(self._tokenizer, self._vocab_size))
                 stops = sorted(self._tokenizer.stop_ids)
-                self._known = LLTokenizer(TokenizerWrapper(words), n_vocab=self._vocab_size, eos_token=stops)
-            return self._known
+                self._vocabulary = LLTokenizer(vocabulary, n_vocab=self._vocab_size, eos_token=stops)
+            return self._vocabulary
 
 
 def _json_options(schema: str) -> JsonCompileOptions:
     options: JsonCompileOptions = {
-        # free whitespace would let a small model write blanks until its tokens are spent
+        # small models would use flexible whitespace to write blanks until max_tokens
         "whitespace_flexible": False,
         "item_separator": ", ",
         "key_separator": ": ",
     }
-    if not re.search(r"\\u00|\x7f", schema):  # it names no control character
-        # one spelling for each text: as a key, "\u0061" would pass for another one than "a"
+    if not re.search(r"\\u00|\x7f", schema):  # unless it mentions a control character
+        # one spelling per text: the key "\u0061" would count as different from "a"
         options["json_allowed_escapes"] = 'nrbtf\\"'
     return options
 
 
-def _without_whole_open_ends(schema: str) -> str:
-    """For `exclusiveMinimum: 2, maximum: 2.5` the library takes 2 as well, and for -2.5 to -2 the open end -2: where
-    the whole range lies within 1 of such an end, it is moved inwards by a millionth."""
+def _with_exclusive_bounds(schema: str) -> str:
+    """Works around the library including an exclusive bound that is a whole number less than 1 from the other bound
+    (`exclusiveMinimum: 2, maximum: 2.5` would accept 2): such a bound moves inwards by a millionth."""
 
     def moved(value: Any) -> Any:
         if isinstance(value, list):
@@ -108,16 +108,16 @@ def _without_whole_open_ends(schema: str) -> str:
         if not isinstance(value, dict):
             return value
         inner = {key: item if key in ("const", "enum") else moved(item) for key, item in value.items()}
-        for open_end, ends, step in (
+        for name, opposite, step in (
             ("exclusiveMinimum", ("maximum", "exclusiveMaximum"), 1e-6),
             ("exclusiveMaximum", ("minimum", "exclusiveMinimum"), -1e-6),
         ):
-            end, others = inner.get(open_end), [inner[name] for name in ends if _is_number(inner.get(name))]
-            if _is_number(end) and end == int(end) and any(abs(other - end) < 1 for other in others):
-                inner[open_end] = end + step
+            bound, others = inner.get(name), [inner[other] for other in opposite if _is_number(inner.get(other))]
+            if _is_number(bound) and bound == int(bound) and any(abs(other - bound) < 1 for other in others):
+                inner[name] = bound + step
         return inner
 
-    with suppress(ValueError, RecursionError):  # the library will say what is wrong with it
+    with suppress(ValueError, RecursionError):  # the library reports what is wrong
         if "exclusive" in schema:
             return json.dumps(moved(json.loads(schema)), ensure_ascii=False)
     return schema
@@ -127,15 +127,15 @@ def _is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-class _Words:
-    """What llguidance asks of a tokenizer."""
+class _Vocabulary:
+    """The tokenizer interface that llguidance expects."""
 
     bos_token_id = None
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int) -> None:
         self.eos_token_id = min(tokenizer.stop_ids)
         self.tokens = [tokenizer.token_bytes(id) or b"<%d>" % id for id in range(vocab_size)]
-        # a token without text would be a step without progress
+        # tokens without text would let generation go on without progress
         self.special_token_ids = [id for id in range(vocab_size) if not tokenizer.token_bytes(id)]
         self._tokenizer = tokenizer
 
@@ -144,10 +144,10 @@ class _Words:
 
 
 class Grammar:
-    """A compiled grammar; any number of sequences can follow it."""
+    """A compiled grammar, shared by any number of sequences."""
 
     def __init__(self, matcher: Any, workers: ThreadPoolExecutor, vocab_size: int) -> None:
-        """Computes the first mask, so that a grammar which nothing satisfies is found before anything starts."""
+        """Computes the first mask, which reveals a grammar that no text satisfies before a stream starts."""
         self._matcher = matcher
         self.workers = workers
         self.vocab_size = vocab_size
@@ -155,12 +155,12 @@ class Grammar:
         self._first.set_result(_mask(matcher.deep_copy(), vocab_size))
 
     def start(self) -> Matcher:
-        """The beginning of one sequence."""
+        """A matcher at the beginning of a text."""
         return Matcher(self, self._matcher.deep_copy(), self._first)
 
 
 class Matcher:
-    """Where one sequence stands in its grammar."""
+    """One sequence's position in its grammar."""
 
     def __init__(self, grammar: Grammar, matcher: Any, mask: Future[Mask]) -> None:
         self._grammar = grammar
@@ -168,14 +168,14 @@ class Matcher:
         self._mask = mask
 
     def allowed(self) -> Mask:
-        """Which tokens may come next [vocab]: end tokens where the text may end. Waits for the mask if need be.
+        """Mask of the tokens that may follow [vocab], end tokens where the text may end. Waits for the worker.
 
-        Raises GrammarError when nothing may come, or when the grammar has become too costly.
+        Raises GrammarError if no token may follow or the grammar has become too expensive.
         """
         return self._mask.result()
 
     def advance(self, token_id: int) -> None:
-        """Takes the token that came and has the next mask computed."""
+        """Accepts a token and starts computing the next mask."""
         self._mask = self._grammar.workers.submit(self._step, token_id)
 
     def _step(self, token_id: int) -> Mask:
@@ -190,7 +190,7 @@ def _mask(matcher: Any, vocab_size: int) -> Mask:
     _raise_if_broken(matcher)
     mask = np.unpackbits(bits.view(np.uint8), count=vocab_size, bitorder="little").view(np.bool_)
     if not mask.any():
-        raise GrammarError("nothing can continue this text")
+        raise GrammarError("no token can continue this text")
     return mask
 
 

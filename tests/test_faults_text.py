@@ -1,7 +1,7 @@
-"""Faults that other servers had with text, stops and event streams, tried on this one, by the numbers of the report.
+"""Bugs that other servers had with text, stop sequences and event streams, tried on this one (numbers of the survey).
 
-One tape plays all scripts: a prompt of L tokens is continued by script[L - 1] and what follows, so each case has its
-own place on the tape.
+One scripted model plays all cases: it continues a prompt of L tokens with TAPE[L - 1] and what follows, so each case
+has its own place on the tape.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ def live(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
 
 
 @pytest.fixture(autouse=True)
-def _sound_afterwards(live: Live) -> Iterator[None]:
-    """After every case the server is as before: right answers, no stream left."""
+def _healthy_afterwards(live: Live) -> Iterator[None]:
+    """After every case the server still answers correctly and holds no stream."""
     yield
     assert live.text("x", max_tokens=3, temperature=0) == "012"
     live.wait_idle()
@@ -56,43 +56,43 @@ def _sound_afterwards(live: Live) -> Iterator[None]:
 
 
 def both(live: Live, name: str, **body: Any) -> tuple[str, str, int]:
-    """Text, finish reason and completion tokens of one script; the streamed answer must tell the same."""
+    """Text, finish reason and completion tokens of one script, the same on both endpoints, streamed or not."""
     body = {"max_tokens": len(SCRIPTS[name]), "temperature": 0, **body}
     prompt = [1] * (START[name] + 1)
     whole, frames = live.generate(prompt, **body), live.stream(prompt, **body)
     (choice,) = whole["choices"]
-    told = (choice["text"], choice["finish_reason"], whole["usage"]["completion_tokens"])
-    assert told == (joined(frames), frames[-1]["finish_reason"], frames[-1]["usage"]["completion_tokens"])
+    expected = (choice["text"], choice["finish_reason"], whole["usage"]["completion_tokens"])
+    assert expected == (joined(frames), frames[-1]["finish_reason"], frames[-1]["usage"]["completion_tokens"])
     sent, whole_text = "", choice["text"]
     for frame in frames:
         sent += frame.get("text", "")
         assert whole_text.startswith(sent)
     completion = CLIENT.post(live.url + "/v1/completions", json={"prompt": prompt, **body}).json()
     openai = (completion["choices"][0]["text"], completion["choices"][0]["finish_reason"])
-    assert (*openai, completion["usage"]["completion_tokens"]) == told
+    assert (*openai, completion["usage"]["completion_tokens"]) == expected
     chunks = live.stream(prompt, "/v1/completions", **body, stream_options={"include_usage": True})
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == told[0]
-    assert chunks[-2]["choices"][0]["finish_reason"] == told[1] and chunks[-1]["usage"] == completion["usage"]
-    return told
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == expected[0]
+    assert chunks[-2]["choices"][0]["finish_reason"] == expected[1] and chunks[-1]["usage"] == completion["usage"]
+    return expected
 
 
-# 1 Text out
+# Text
 
 
-def test_1_a_character_split_over_tokens_comes_whole(live: Live) -> None:
+def test_1_a_character_split_over_tokens_is_sent_whole(live: Live) -> None:
     assert both(live, "emoji") == ("A🙂B猫C", "length", 10)
     frames = live.stream([1] * (START["emoji"] + 1), max_tokens=10, temperature=0)
     assert not any("\ufffd" in frame.get("text", "") for frame in frames)
 
 
-def test_1_a_character_cut_by_the_limit_and_bytes_that_are_none_are_the_same_in_both_modes(live: Live) -> None:
+def test_1_incomplete_characters_and_invalid_bytes_read_the_same_streamed_or_not(live: Live) -> None:
     assert both(live, "half") == ("ab\ufffd", "length", 4)
     assert both(live, "broken") == (bytes(SCRIPTS["broken"]).decode("utf-8", "replace"), "length", 6)
     assert both(live, "specials", ignore_eos=True) == ("aéb", "length", 7)
 
 
 @pytest.mark.parametrize("left", [0, 1])
-def test_3_spaces_between_words_stay(tmp_path: Path, left: int) -> None:
+def test_3_spaces_between_words_are_kept(tmp_path: Path, left: int) -> None:
     directory = tape(tmp_path / "spm", [258, 259, 260, 257])
     spm(**({"left": 1} if left else {})).backend.save(str(directory / "tokenizer.json"))
     with serve(model=str(directory), slots=1) as server:
@@ -100,21 +100,21 @@ def test_3_spaces_between_words_stay(tmp_path: Path, left: int) -> None:
         assert joined(frames) == server.text([5], max_tokens=3, temperature=0) == " I am here"[left:]
 
 
-def test_5_a_tail_held_back_for_a_stop_string_is_sent_at_the_end(live: Live) -> None:
+def test_5_text_held_back_for_a_stop_sequence_is_sent_at_the_end(live: Live) -> None:
     assert both(live, "near", stop=["<end>"]) == ("abc<", "length", 4)
 
 
-def test_7_text_without_spaces_flows(live: Live) -> None:
+def test_7_text_without_spaces_is_streamed_too(live: Live) -> None:
     frames = live.stream([1] * (START["long"] + 1), max_tokens=200, temperature=0)
     pieces = [frame["text"] for frame in frames if frame["type"] == "token"]
     assert "".join(pieces) == "abcdefghijklmnopqrst" * 10
     assert len(pieces) >= 50 and len(pieces[0]) < 20
 
 
-# 2 Stop conditions
+# Stop conditions
 
 
-def test_9_a_stop_string_over_many_tokens_leaks_nothing(live: Live) -> None:
+def test_9_a_stop_sequence_split_over_tokens_never_leaks(live: Live) -> None:
     assert both(live, "spread", stop=["twothree"])[:2] == ("one", "stop")
     assert both(live, "spread", stop=["etwo", "fourth", "ef"])[:2] == ("on", "stop")
 
@@ -124,7 +124,7 @@ def test_11_the_earliest_match_wins(live: Live) -> None:
     assert both(live, "overlap", stop=["END", ">>>END"])[:2] == ("out", "stop")
 
 
-def test_13_an_end_at_the_very_first_token_is_an_empty_answer(live: Live) -> None:
+def test_13_an_end_token_first_gives_an_empty_answer(live: Live) -> None:
     assert both(live, "end", max_tokens=5) == ("", "stop", 1)
     assert both(live, "digits", stop=["0"]) == ("", "stop", 1)
 
@@ -140,7 +140,7 @@ def test_13_an_end_at_the_very_first_token_is_an_empty_answer(live: Live) -> Non
     assert asyncio.run(beside_others()) == ["abcdefghijklmnopqrst" * 10] * 5 + [""] * 5
 
 
-def test_15_what_is_cut_says_length(live: Live) -> None:
+def test_15_a_cut_answer_finishes_with_length(live: Live) -> None:
     assert both(live, "digits", max_tokens=5) == ("01234", "length", 5)
     full = live.generate([1] * 500, max_tokens=12, ignore_eos=True, temperature=0)
     assert full["choices"][0]["finish_reason"] == "length" and full["usage"]["completion_tokens"] == 12
@@ -150,24 +150,24 @@ def test_15_what_is_cut_says_length(live: Live) -> None:
 
 @pytest.mark.parametrize("stop", ["", [""], ["", "c"]])
 @pytest.mark.parametrize(("path", "status"), [("/generate", 422), ("/v1/completions", 400)])
-def test_17_an_empty_stop_string_is_refused(live: Live, stop: Any, path: str, status: int) -> None:
+def test_17_an_empty_stop_sequence_is_refused(live: Live, stop: Any, path: str, status: int) -> None:
     refused = live.post(path, prompt="x", stop=stop)
     assert refused.status_code == status and "stop" in refused.json()["error"]["message"]
 
 
 @pytest.mark.parametrize("stop", [[], None])
-def test_17_no_stop_string_is_none(live: Live, stop: Any) -> None:
+def test_17_an_empty_list_of_stop_sequences_means_none(live: Live, stop: Any) -> None:
     assert both(live, "digits", stop=stop) == ("0123456789", "length", 10)
 
 
-# 3 The event stream
+# The event stream
 
 
-def test_19_line_ends_in_text_survive_the_frames(live: Live) -> None:
+def test_19_line_ends_in_text_survive_sse_framing(live: Live) -> None:
     assert both(live, "lines") == ("a\n\nb\r\nc\n", "length", 8)
 
 
-def test_21_unicode_line_ends_do_not_break_clients_that_split_by_them(live: Live) -> None:
+def test_21_unicode_line_ends_do_not_break_clients_that_split_lines_at_them(live: Live) -> None:
     assert both(live, "unicode")[0] == "a\u2028b\u0085c"
 
     async def by_lines() -> str:
@@ -182,13 +182,13 @@ def test_21_unicode_line_ends_do_not_break_clients_that_split_by_them(live: Live
     assert asyncio.run(by_lines()).startswith("a\u2028b\u0085c")
 
 
-def test_23_85_a_failure_in_the_stream_is_one_frame_then_the_end_and_poisons_nobody(tmp_path: Path) -> None:
+def test_23_85_a_failure_is_one_error_frame_and_affects_no_later_request(tmp_path: Path) -> None:
     directory = tape(tmp_path / "poisoned", "0123456789")
     weights = load_file(directory / "model.safetensors")
     weights["transformer.wpe.weight"][5] = torch.nan
     save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
     with serve(model=str(directory), slots=1) as server:
-        frames = server.stream("x", max_tokens=10, temperature=0)  # one [DONE], checked there
+        frames = server.stream("x", max_tokens=10, temperature=0)  # which checks that [DONE] comes once
         assert joined(frames) == "01234" and frames[-1]["type"] == "error"
         assert "not finite" in frames[-1]["error"]["message"] and "Traceback" not in json.dumps(frames)
         assert sum(frame["type"] == "error" for frame in frames) == 1
@@ -200,7 +200,7 @@ def test_23_85_a_failure_in_the_stream_is_one_frame_then_the_end_and_poisons_nob
         server.wait_idle()
 
 
-def test_25_usage_comes_once_and_only_when_asked_for(live: Live) -> None:
+def test_25_usage_is_sent_once_and_only_on_request(live: Live) -> None:
     plain = live.stream("x", "/v1/completions", max_tokens=4)
     assert all(chunk["choices"] and "usage" not in chunk for chunk in plain)
     *chunks, last = live.stream("x", "/v1/completions", max_tokens=4, stream_options={"include_usage": True})

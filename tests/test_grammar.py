@@ -1,4 +1,4 @@
-"""Structured output: a finished answer always parses, what cannot be compiled is refused with the reason."""
+"""Constrained decoding: finished answers always match; grammars that do not compile are refused with the reason."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VOCAB = 264
 
 
 def drawn(grammars: Grammars, tokenizer: Tokenizer, kind: Kind, text: str, seed: int, most: int = 400) -> str | None:
-    """A text of uniformly drawn allowed tokens; None when it did not end in time."""
+    """A text of allowed tokens, drawn uniformly; None if it does not end within `most` tokens."""
     matcher, rng, ids = grammars.compile(kind, text).start(), np.random.default_rng(seed), []
     detokenizer = tokenizer.detokenizer(strip_space=False)
     for _ in range(most):
@@ -36,7 +36,7 @@ def drawn(grammars: Grammars, tokenizer: Tokenizer, kind: Kind, text: str, seed:
 
 
 @pytest.mark.parametrize("tokenizer", [BYTES, SPM, spm()])
-def test_any_text_of_allowed_tokens_that_ends_matches(tokenizer: Tokenizer) -> None:
+def test_every_finished_text_of_allowed_tokens_matches(tokenizer: Tokenizer) -> None:
     grammars = Grammars(tokenizer, VOCAB)
     ended = 0
     for seed in range(20):
@@ -48,7 +48,7 @@ def test_any_text_of_allowed_tokens_that_ends_matches(tokenizer: Tokenizer) -> N
     assert ended > 30
 
 
-def test_an_end_token_is_allowed_just_where_the_text_may_end() -> None:
+def test_end_tokens_are_allowed_exactly_where_the_text_may_end() -> None:
     matcher = Grammars(BYTES, VOCAB).compile("regex", "ab?").start()
     assert not matcher.allowed()[EOS]
     matcher.advance(ord("a"))
@@ -57,7 +57,7 @@ def test_an_end_token_is_allowed_just_where_the_text_may_end() -> None:
     assert np.flatnonzero(matcher.allowed()).tolist() == [EOS]
 
 
-def test_sequences_of_one_grammar_do_not_disturb_each_other() -> None:
+def test_sequences_that_share_a_grammar_are_independent() -> None:
     grammar = Grammars(BYTES, VOCAB).compile("regex", "(ab)+")
     one, other = grammar.start(), grammar.start()
     one.advance(ord("a"))
@@ -85,12 +85,12 @@ def test_sequences_of_one_grammar_do_not_disturb_each_other() -> None:
         ("regex", "x" * 65_537, "at most 65536"),
     ],
 )
-def test_what_cannot_be_compiled_or_satisfied_is_an_error_with_its_reason(kind: Kind, text: str, word: str) -> None:
+def test_an_invalid_or_unsatisfiable_grammar_is_refused_with_the_reason(kind: Kind, text: str, word: str) -> None:
     with pytest.raises(GrammarError, match=word):
         Grammars(BYTES, VOCAB).compile(kind, text)
 
 
-def test_a_model_without_end_token_cannot_end_a_structure() -> None:
+def test_a_model_without_end_tokens_cannot_use_grammars() -> None:
     with pytest.raises(GrammarError, match="no end token"):
         Grammars(Tokenizer(BYTES.backend, bos_id=None, stop_ids=[]), VOCAB).compile("regex", "a")
 
@@ -106,7 +106,7 @@ def test_a_model_without_end_token_cannot_end_a_structure() -> None:
         ("grammar", "start: " + "a " * 20_000 + '\na: "x"'),
     ],
 )
-def test_a_grammar_whose_masks_would_stall_all_streams_is_given_up(kind: Kind, text: str) -> None:
+def test_a_grammar_with_expensive_masks_is_refused(kind: Kind, text: str) -> None:
     with pytest.raises(GrammarError, match=r"(?i)too many|too large"):
         matcher = Grammars(BYTES, VOCAB).compile(kind, text).start()
         for _ in range(3):
@@ -114,7 +114,7 @@ def test_a_grammar_whose_masks_would_stall_all_streams_is_given_up(kind: Kind, t
 
 
 def accepts(schema: dict[str, Any], text: str) -> bool:
-    """Whether `text` can be the whole answer by a schema."""
+    """Whether the schema allows `text` as a complete answer."""
     matcher = Grammars(BYTES, VOCAB).compile("json_schema", json.dumps(schema)).start()
     for byte in text.encode():
         if not matcher.allowed()[byte]:
@@ -132,7 +132,7 @@ def accepts(schema: dict[str, Any], text: str) -> bool:
         (-1, 1, "-1 1 0 -0.9"),
     ],
 )
-def test_an_open_end_of_a_range_is_not_in_it(low: float, high: float, texts: str) -> None:
+def test_exclusive_bounds_are_excluded(low: float, high: float, texts: str) -> None:
     for text in texts.split():
         for first, last in (("exclusiveMinimum", "exclusiveMaximum"), ("minimum", "exclusiveMaximum")):
             schema = {"type": "number", first: low, last: high}
@@ -142,7 +142,7 @@ def test_an_open_end_of_a_range_is_not_in_it(low: float, high: float, texts: str
     assert accepts({"const": {"exclusiveMinimum": 2}}, '{"exclusiveMinimum": 2}')
 
 
-def test_a_text_has_one_spelling_so_no_key_passes_for_another() -> None:
+def test_no_escape_lets_one_key_pass_for_another() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "null"}}
     assert accepts(schema, '{"a": 1}') and accepts(schema, '{"\\n": null}')
     assert not accepts(schema, '{"\\u0061": null}')
@@ -153,7 +153,7 @@ def test_a_text_has_one_spelling_so_no_key_passes_for_another() -> None:
 
 
 def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
-    """A schema of the kinds that people send: objects, arrays, enums, bounded texts and numbers, choices."""
+    """The kinds of schema that people send: objects, arrays, enums, bounded strings and numbers, unions."""
     nested = ["object", "map", "array", "tuple", "anyOf", "tree"] if depth else []
     kind = rng.choice([*nested, "string", "integer", "number", "range", "enum", "null", "const"])
     if kind == "object":
@@ -189,7 +189,7 @@ def random_schema(rng: random.Random, depth: int = 2) -> dict[str, Any]:
 
 
 def check_schemas(live: Live, count: int, seed: int) -> int:
-    """How many of the answers by random schemas were finished; each of those must be valid."""
+    """How many answers to random schemas finished; each of those must be valid."""
     rng = random.Random(seed)
     finished = 0
     for number in range(count):
@@ -214,7 +214,7 @@ def test_two_hundred_random_schemas_are_followed(live: Live) -> None:
     assert check_schemas(live, 200, seed=2) > 120
 
 
-def test_both_faces_and_all_choices_follow_the_grammar(live: Live) -> None:
+def test_streamed_and_plain_answers_follow_the_grammar_in_every_choice(live: Live) -> None:
     body: dict[str, Any] = {"regex": "[a-f]{5}(!|\\?)", "n": 4, "seed": 3, "max_tokens": 20}
     answer, frames = live.generate("x", **body), live.stream("x", **body)
     texts = [choice["text"] for choice in answer["choices"]]
@@ -237,7 +237,7 @@ def test_both_faces_and_all_choices_follow_the_grammar(live: Live) -> None:
         ({"regex": "("}, 400, "regex", "unclosed"),
         ({"grammar": "start: nope"}, 400, "grammar", "nope"),
         ({"grammar": "x" * 70_000}, 400, "grammar", "65536"),
-        ({"grammar": "start: A", "regex": "a"}, 422, "grammar", "give one"),
+        ({"grammar": "start: A", "regex": "a"}, 422, "grammar", "give only one"),
         ({"regex": "a", "stop": "b"}, 422, "stop", "cannot be combined"),
         ({"regex": "a", "stop_token_ids": [4]}, 422, "stop_token_ids", "cannot be combined"),
         ({"regex": "a", "ignore_eos": True}, 422, "ignore_eos", "cannot be combined"),
@@ -254,7 +254,7 @@ def test_a_bad_grammar_is_refused_before_the_stream(
     assert error["param"].split(".")[0] == param and word in error["message"]
 
 
-def test_a_grammar_that_cannot_go_on_ends_its_own_stream_only_and_is_no_server_error(live: Live) -> None:
+def test_a_grammar_at_a_dead_end_fails_only_its_own_request(live: Live) -> None:
     endless = {"grammar": 'start: "a" start', "max_tokens": 20}
     response = live.post(prompt="x", stream=False, **endless)
     assert response.status_code == 400 and response.json()["error"]["code"] == "bad_grammar"

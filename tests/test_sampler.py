@@ -1,4 +1,4 @@
-"""The sampler against its definition, written once more in plain float64 numpy, step by step and without shortcuts."""
+"""The sampler against a reference: its definition in plain Python, one token at a time and without shortcuts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tokenteller.model.sampler import LOWEST_LOGPROB, Draw, LogitsError, Sampled
 from tokenteller.model.top_p import token_weights
 
 V = 40
-EDGE = 1e-9  # two roundings of one sum may differ by this: a cut or a draw nearer to its line may fall either way
+EDGE = 1e-9  # sums in another order may differ by this much, so anything closer to its threshold may go either way
 
 
 def sample(logits: NDArray[np.float32], params: SamplingParams, choice: int, position: int, **history: Any) -> Sampled:
@@ -48,7 +48,7 @@ def reference_row(logits: NDArray[np.float32], params: SamplingParams, history: 
 def reference(
     logits: NDArray[np.float32], params: SamplingParams, u: float, history: dict[str, Any]
 ) -> tuple[int, bool]:
-    """The token by the definition, and whether a rounding could have made it another."""
+    """The token by definition, and whether rounding could have changed it."""
     row = reference_row(logits, params, history)
     order = sorted(range(len(row)), key=lambda id: (-row[id], id))
     if params.temperature < 1e-5 or params.top_k == 1:
@@ -83,7 +83,7 @@ def reference(
 
 
 def random_case(rng: np.random.Generator) -> tuple[NDArray[np.float32], SamplingParams, dict[str, Any]]:
-    """Any mix of parameters, each off in about half of the cases; ties and banned tokens included."""
+    """A mix of parameters, each of them off half the time, with ties and banned tokens."""
 
     def maybe(value: Any, off: Any) -> Any:
         return value if rng.random() < 0.5 else off
@@ -130,16 +130,16 @@ def check_cases(count: int, seed: int) -> None:
     assert compared > 0.99 * count
 
 
-def test_any_mix_of_parameters_draws_what_the_definition_draws() -> None:
+def test_any_mix_of_parameters_draws_the_reference_token() -> None:
     check_cases(1_000, seed=1)
 
 
 @pytest.mark.slow
-def test_ten_thousand_mixes_draw_what_the_definition_draws() -> None:
+def test_ten_thousand_mixes_draw_the_reference_token() -> None:
     check_cases(10_000, seed=2)
 
 
-def test_a_row_draws_the_same_token_in_every_crowd() -> None:
+def test_a_row_draws_the_same_token_in_any_batch() -> None:
     rng = np.random.default_rng(6)
     cases = [random_case(rng) for _ in range(200)]
     draws: list[Draw | Exception] = [Draw(params, 0, at, **history) for at, (_, params, history) in enumerate(cases)]
@@ -147,14 +147,14 @@ def test_a_row_draws_the_same_token_in_every_crowd() -> None:
     alone = [sampler.sample(rows[at : at + 1], [draw])[0] for at, draw in enumerate(draws)]
     assert sampler.sample(rows, draws) == alone
     assert sampler.sample(rows[::-1], draws[::-1]) == alone[::-1]
-    rows[3, 7], failed = math.nan, ValueError("before")  # one that breaks, or that something broke before, is alone
+    rows[3, 7], failed = math.nan, ValueError("before")  # a broken or failed row affects no other
     outcomes = sampler.sample(np.vstack((rows, rows[:5])), [*draws[:9], failed, *draws[10:]])
     assert isinstance(outcomes[3], LogitsError) and outcomes[9] is failed
     assert [outcomes[at] for at in range(200) if at not in (3, 9)] == alone[:3] + alone[4:9] + alone[10:]
 
 
 @pytest.mark.parametrize("vocab", [3, 64, 65, 511, 512, 513, 5_000])
-def test_cuts_by_partition_equal_cuts_by_a_full_sort(vocab: int) -> None:
+def test_cuts_without_a_full_sort_equal_cuts_with_one(vocab: int) -> None:
     rng = np.random.default_rng(vocab)
     for case in range(40):
         logits = np.round(rng.normal(0, 3, vocab), case % 3).astype(np.float32)
@@ -252,7 +252,7 @@ def test_a_hundred_thousand_draws_follow_the_distribution(params: SamplingParams
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 7), st.integers(0, 2**20))
-def test_the_random_number_is_in_zero_to_one_and_repeats(seed: int, choice: int, position: int) -> None:
+def test_random_numbers_lie_in_zero_to_one_and_are_repeatable(seed: int, choice: int, position: int) -> None:
     u = uniform(seed, choice, position)
     assert 0 <= u < 1 and u == uniform(seed, choice, position)
 
@@ -282,7 +282,7 @@ def test_ties_go_to_the_lower_id(params: SamplingParams) -> None:
     assert {sample(logits, replace(two, seed=seed), 0, 3).token_id for seed in range(50)} == {4, 9}
 
 
-def test_top_k_past_the_vocabulary_and_minus_one_are_off() -> None:
+def test_top_k_beyond_the_vocabulary_or_minus_one_is_off() -> None:
     logits = np.random.default_rng(3).normal(0, 1, V).astype(np.float32)
     for seed in range(50):
         plain = sample(logits, SamplingParams(seed=seed), 0, 1)
@@ -298,7 +298,7 @@ def test_tiny_temperatures_and_huge_logits_stay_finite() -> None:
 
 
 @given(st.integers(0, 63), st.sampled_from([math.nan, math.inf]), st.booleans())
-def test_a_row_that_is_not_finite_is_an_error_wherever_it_breaks(at: int, value: float, greedy: bool) -> None:
+def test_one_value_that_is_not_finite_makes_the_row_an_error(at: int, value: float, greedy: bool) -> None:
     logits = np.random.default_rng(at).normal(0, 1, 64).astype(np.float32)
     logits[at] = value
     with pytest.raises(LogitsError, match="not finite"):
@@ -316,7 +316,7 @@ def test_repetition_penalty_makes_a_repeat_less_likely_whatever_the_sign() -> No
             assert sample(logits, none, 0, 1, **seen).token_id == best
 
 
-def test_presence_and_frequency_count_the_output_and_not_the_prompt() -> None:
+def test_presence_and_frequency_penalties_ignore_the_prompt() -> None:
     logits = np.array([1.0, 0.0], np.float32)
     for params in (
         SamplingParams(temperature=0, presence_penalty=1.5),
@@ -328,7 +328,7 @@ def test_presence_and_frequency_count_the_output_and_not_the_prompt() -> None:
     assert [sample(logits, mild, 0, 1, output=[0] * count).token_id for count in range(3)] == [0, 0, 1]
 
 
-def test_bias_can_force_and_ban() -> None:
+def test_logit_bias_can_force_and_ban_a_token() -> None:
     logits = np.random.default_rng(1).normal(0, 5, V).astype(np.float32)
     best = int(logits.argmax())
     assert sample(logits, SamplingParams(temperature=0, logit_bias=((5, 100.0),)), 0, 1).token_id == 5
@@ -336,9 +336,9 @@ def test_bias_can_force_and_ban() -> None:
     assert all(sample(logits, replace(banned, seed=seed), 0, 1).token_id != best for seed in range(200))
 
 
-def test_forbidden_and_disallowed_tokens_never_come() -> None:
+def test_banned_tokens_are_never_drawn() -> None:
     logits = np.full(V, -1.0, np.float32)
-    logits[-5:] = 9.0  # all the mass lies where nothing may be drawn, up to the last id
+    logits[-5:] = 9.0  # all the mass is on banned tokens, up to the last id
     allowed = np.ones(V, np.bool_)
     allowed[-5:] = False
     for seed in range(200):
@@ -347,8 +347,8 @@ def test_forbidden_and_disallowed_tokens_never_come() -> None:
             assert sample(logits, params, 0, 1, forbidden=set(range(V - 5, V))).token_id < V - 5
 
 
-def test_the_largest_random_number_draws_no_token_without_probability(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its product with the total rounds up to the total; the ids behind the last possible one have probability 0."""
+def test_the_largest_random_number_draws_a_possible_token(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its product with the total rounds up to the total, while the last ids have probability 0."""
     monkeypatch.setattr("tokenteller.model.sampler.uniform", lambda *_: 1.0 - 2.0**-53)
     rng = np.random.default_rng(1)
     for vocab, lasts in ((V, range(1, V)), (1100, (1, 511, 512, 513, 1024, 1025, 1099))):
@@ -358,7 +358,7 @@ def test_the_largest_random_number_draws_no_token_without_probability(monkeypatc
             assert sample(logits, SamplingParams(), 0, 1).token_id < last
 
 
-def test_logprobs_are_those_of_the_model_whatever_is_asked() -> None:
+def test_logprobs_ignore_the_sampling_parameters() -> None:
     logits = np.random.default_rng(2).normal(0, 4, V).astype(np.float32)
     exact = logits.astype(np.float64) - np.log(np.exp(logits.astype(np.float64)).sum())
     history = {"prompt": [1], "output": [int(logits.argmax())], "forbidden": {3}}
@@ -375,7 +375,7 @@ def test_logprobs_are_those_of_the_model_whatever_is_asked() -> None:
         assert [value for _, value in drawn.logprobs.top] == pytest.approx(np.sort(exact)[::-1][:5], abs=1e-12)
 
 
-def test_logprobs_are_finite_and_as_many_as_asked() -> None:
+def test_logprobs_are_finite_and_as_many_as_requested() -> None:
     logits = np.array([0.0, -np.inf, -3e38, 1.0], np.float32)
     for count in (0, 1, 3, 4, 20):
         entry = logprobs(logits, 1, count)

@@ -1,4 +1,4 @@
-"""The toy checkpoint: small, loadable as it is, and a real language model."""
+"""The toy checkpoint: small, loadable by other libraries, and a real language model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tokenizers import Tokenizer
 TOY = Path(__file__).parent.parent / "model" / "toy"
 BOS, EOS = 0, 1
 
-# From the last tenth of the training file, which no weight and no merge has seen.
+# From the last tenth of the text, on which neither weights nor merges were trained.
 HELD_OUT = """BAPTISTA:
 Nay, let them go, a couple of quiet ones.
 
@@ -52,7 +52,7 @@ BAPTISTA:
 She shall, Lucentio. Come, gentlemen, let's go.
 
 """
-HELD_OUT_BITS = 2.0  # per byte; the card says what the whole held-out tenth takes
+HELD_OUT_BITS = 2.0  # per byte; the model card has the figure for the whole held-out tenth
 
 
 @pytest.fixture(scope="module")
@@ -102,7 +102,7 @@ def test_kv_takes_2048_bytes_per_token_in_float32() -> None:
         "12345678901 3.14 a_b <|no special|>",
     ],
 )
-def test_any_text_survives_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
+def test_any_text_survives_a_round_trip_through_the_tokenizer(tokenizer: Tokenizer, text: str) -> None:
     assert tokenizer.decode(tokenizer.encode(text).ids) == text
 
 
@@ -141,7 +141,7 @@ CHAT = [
 
 
 @pytest.mark.parametrize("trim", [False, True])
-def test_chat_is_a_scene_between_romeo_and_juliet(tokenizer: Tokenizer, trim: bool) -> None:
+def test_a_conversation_becomes_a_scene_between_romeo_and_juliet(tokenizer: Tokenizer, trim: bool) -> None:
     render = chat_template(trim_blocks=trim, lstrip_blocks=trim).render
     scene = (
         "<|bos|>Verona. A public place.\n\n"
@@ -167,7 +167,7 @@ def test_chat_refuses_an_unknown_role() -> None:
 
 
 @torch.no_grad()
-def test_unseen_text_takes_few_bits_per_byte(model: Any, tokenizer: Tokenizer) -> None:
+def test_held_out_text_takes_fewer_than_two_bits_per_byte(model: Any, tokenizer: Tokenizer) -> None:
     ids = torch.tensor([tokenizer.encode(HELD_OUT).ids])
     nats = F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="sum").item()
     assert nats / math.log(2) / len(HELD_OUT.encode()) < HELD_OUT_BITS
@@ -175,7 +175,7 @@ def test_unseen_text_takes_few_bits_per_byte(model: Any, tokenizer: Tokenizer) -
 
 @torch.no_grad()
 def test_the_last_quarter_of_the_context_is_not_worse_than_the_first(model: Any, tokenizer: Tokenizer) -> None:
-    """Most of the training saw short windows; a model that never met the far positions fails here."""
+    """Most of the training used short windows; a model that never saw the late positions fails here."""
     ids = torch.tensor([tokenizer.encode(HELD_OUT * 4).ids[:1024]])
     assert ids.shape[1] == 1024
     nats = F.cross_entropy(model(ids).logits[0, :-1], ids[0, 1:], reduction="none")
@@ -183,7 +183,7 @@ def test_the_last_quarter_of_the_context_is_not_worse_than_the_first(model: Any,
 
 
 @torch.no_grad()
-def test_greedy_text_is_made_of_words_of_the_play(model: Any, tokenizer: Tokenizer) -> None:
+def test_greedy_text_is_made_of_english_words(model: Any, tokenizer: Tokenizer) -> None:
     ids = torch.tensor([tokenizer.encode("ROMEO:\n").ids])
     text = tokenizer.decode(model.generate(ids, do_sample=False, max_new_tokens=60)[0, ids.shape[1] :].tolist())
     words = re.findall(r"[a-z]+", text.lower())
@@ -192,8 +192,8 @@ def test_greedy_text_is_made_of_words_of_the_play(model: Any, tokenizer: Tokeniz
 
 
 @torch.no_grad()
-def test_a_document_can_start_and_end(model: Any, tokenizer: Tokenizer) -> None:
-    """After <|bos|> a name or a word, not <|eos|>; after a whole speech <|eos|> with a chance worth the name."""
+def test_a_document_starts_with_text_and_can_end_after_a_speech(model: Any, tokenizer: Tokenizer) -> None:
+    """After <|bos|> comes text, not <|eos|>; after a whole speech <|eos|> has a real chance."""
     first = model(torch.tensor([[BOS]])).logits[0, -1].softmax(0)
     ended = model(torch.tensor([tokenizer.encode("ROMEO:\nGood morrow, cousin.\n\n").ids])).logits[0, -1].softmax(0)
     assert first[EOS] < 0.02

@@ -188,7 +188,7 @@ WORDS_WITHOUT_UNKNOWN = Tokenizer(models.WordLevel({"foo": 0, "bar": 1}, unk_tok
         ("config.json", "{", "config.json: "),
         ("config.json", "[1]", "config.json: "),
         ("tokenizer.json", None, "tokenizer.json: "),
-        ("tokenizer.json", "{}", "tokenizer.json: "),
+        ("tokenizer.json", "{}", "tokenizer.json: model: missing or not an object"),
         ("generation_config.json", '{"eos_token_id": [264]}', "generation_config.json: 'eos_token_id' has 264"),
         ("generation_config.json", '{"eos_token_id": "2"}', "'eos_token_id' has '2'"),
         (
@@ -209,7 +209,11 @@ WORDS_WITHOUT_UNKNOWN = Tokenizer(models.WordLevel({"foo": 0, "bar": 1}, unk_tok
         ("tokenizer_config.json", NAMED_TEMPLATE % 1, "tokenizer_config.json: key 'chat_template' has 1 at 1"),
         ("tokenizer_config.json", NAMED_TEMPLATE % '{"name": ["x"]}', "key 'chat_template.name' is ['x']"),
         ("tokenizer_config.json", NAMED_TEMPLATE % '{"template": 1}', "key 'chat_template.template' is 1"),
-        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "tokenizer_config.json: 'chat_template': "),
+        (
+            "tokenizer_config.json",
+            '{"chat_template": "a\\n{% if %}"}',
+            "tokenizer_config.json: 'chat_template': the chat template failed in line 2: ",
+        ),
         ("chat_template.jinja", "{{ messages.__class__.__base__ }}", "chat_template.jinja: 'chat_template': "),
         ("chat_template.jinja", "{% for i in range(3000000) %}{% endfor %}", "chat_template.jinja: 'chat_template': "),
         ("tokenizer.json", TOO_MANY_WORDS, "tokenizer.json: has tokens up to number 264, but the model has 264"),

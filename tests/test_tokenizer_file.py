@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from checkpoints import random_llama
 
+from tokenteller.model.checkpoint import CheckpointError, load
 from tokenteller.model.tokenizer_file import TokenizerFileError, read_tokenizer
 
 TOY = Path(__file__).parent.parent / "model" / "toy" / "tokenizer.json"
@@ -70,3 +72,17 @@ def test_a_file_that_is_no_tokenizer_is_refused(tmp_path: Path, content: bytes, 
 
 def test_a_sound_file_is_read_as_the_library_reads_it() -> None:
     assert json.loads(read_tokenizer(TOY).to_str()) == json.loads(TOY.read_text())
+
+
+def test_a_broken_tokenizer_is_reported_before_weights_are_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    directory = random_llama(tmp_path)
+    monkeypatch.setattr("tokenteller.model.checkpoint.Decoder", lambda *_: pytest.fail("weights were read"))
+    (directory / "tokenizer.json").write_text('{"model": {"vocab": {"a": "x"}}}')
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: model\.vocab\['a'\]: 'x' is not a token id"):
+        load(str(directory), "fp32")
+    (directory / "tokenizer.json").write_text(TOY.read_text())
+    (directory / "chat_template.jinja").write_text("a\n{% if %}")
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json: has tokens up to|chat_template\.jinja: .* line 2"):
+        load(str(directory), "fp32")

@@ -12,6 +12,7 @@ from tokenteller.model.config import ModelConfig
 from tokenteller.model.formats.errors import CheckpointError, naming
 from tokenteller.model.formats.keys import Keys, read_json
 from tokenteller.model.tokenizer import Tokenizer
+from tokenteller.model.tokenizer_file import read_tokenizer
 
 
 def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
@@ -23,7 +24,7 @@ def load_tokenizer(directory: Path, config: ModelConfig) -> Tokenizer:
         )
         remedy = f" ({others} alone cannot be read; AutoTokenizer.save_pretrained writes it)" if others else ""
         raise CheckpointError(f"{path}: no such file{remedy}")
-    backend = naming(path, lambda: tokenizers.Tokenizer.from_file(str(path)))
+    backend = naming(path, lambda: read_tokenizer(path))
     stops: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         ids = read_json(directory / name, optional=True).get("eos_token_id")

@@ -41,10 +41,10 @@ def test_demand_is_what_is_held_when_all_advance_in_lockstep(layout: KVLayout, s
 
 
 def test_a_reservation_is_charged_what_an_immediate_start_would_hold_and_never_less_than_its_own() -> None:
-    """A prompt of 4 rows that may grow to 12, reserved 3 steps ahead: 7 rows by then, had it started now."""
+    """A prompt of 4 rows that may grow to 16, reserved 6 steps ahead: 10 rows by then, had it started now."""
     model = admission_of().model
-    reserved, due = model.reserved(4, 12, 3), model.running(4, 4, 12, 3)
-    assert reserved.amounts[BYTES].tolist() == [FOUR_A_PAGE.committed(min(rows, 12)) for rows in range(7, 16)]
+    reserved, due = model.reserved(4, 16, 6), model.running(4, 4, 16, 6)
+    assert reserved.amounts[BYTES].tolist() == [FOUR_A_PAGE.committed(min(rows, 16)) for rows in range(10, 23)]
     assert (reserved.amounts >= due.amounts).all() and (reserved.begin, reserved.end) == (due.begin, due.end)
 
 

@@ -10,13 +10,13 @@ ARG PYTHON_IMAGE=python:3.11-slim-bookworm
 
 FROM ${PYTHON_IMAGE} AS base
 
-# libgomp1: numba's OpenMP threads want the system's copy; torch brings its own. Any version will do, here and below.
+# libgomp1 for numba's OpenMP threads; torch brings its own copy. Any version will do, here and below.
 # hadolint ignore=DL3008
 RUN apt-get update && apt-get install -y --no-install-recommends libgomp1 && rm -rf /var/lib/apt/lists/*
 
 
-# A stage of its own, and a fixed file date: the install below is then repeated only when a dependency changes, not when
-# anything in pyproject.toml does.
+# A stage of its own with a fixed file date: the install below is repeated only if a dependency changes, not for any other
+# change in pyproject.toml.
 FROM base AS requirements
 
 COPY pyproject.toml /
@@ -44,8 +44,8 @@ RUN --mount=type=cache,target=/root/.cache/pip \
     /pip/bin/pip --python /venv/bin/python3 install -r /requirements.txt \
         ${TORCH_INDEX_URL:+--extra-index-url "$TORCH_INDEX_URL"}
 
-# Leave out what only serves to build or test these packages, and symbol tables: a third of the venv. torch_shm_manager
-# stays, as importing torch looks for it. Bytecode is there already: pip compiles what it installs.
+# Remove what is only needed to build or test these packages, and symbol tables: a third of the venv. torch_shm_manager
+# stays, as importing torch looks for it. pip has already compiled the bytecode.
 RUN site=$(echo /venv/lib/python3*/site-packages) \
     && rm -rf "$site/torch/test" "$site/torch/include" "$site/torch/share" \
     && find "$site/torch/bin" -type f ! -name torch_shm_manager -delete \
@@ -60,7 +60,7 @@ WORKDIR /src
 COPY pyproject.toml README.md LICENSE ./
 COPY model/ model/
 COPY server/ server/
-# Laid out like the venv but in a folder, hence a layer, of its own: an update of the server is a small download.
+# In a folder, hence a layer, of its own: an update of the server is a small download.
 RUN --mount=type=cache,target=/root/.cache/pip \
     /pip/bin/pip --python /venv/bin/python3 install --no-deps --prefix /project .
 
@@ -74,9 +74,9 @@ LABEL org.opencontainers.image.title="tokenteller" \
 COPY --from=dependencies /venv /venv
 COPY --from=project /project /venv
 
-# TOKENTELLER_HOST here and not in CMD, so that `docker run tokenteller serve --slots 8` is still heard outside.
-# TOKENTELLER_SHUTDOWN_TIMEOUT: `docker stop` kills after 10 s, so running streams get 8 s to end in good order; raise it
-# together with the stop grace period. HOME: a folder that can be written to (a tmpfs), for libraries that keep a cache.
+# TOKENTELLER_HOST here and not in CMD, so that `docker run tokenteller serve --slots 8` still listens on all addresses.
+# TOKENTELLER_SHUTDOWN_TIMEOUT: `docker stop` kills after 10 s, so running streams get 8 s to finish; raise it together
+# with the stop grace period. HOME: a writable folder (a tmpfs), for libraries that keep a cache.
 # hadolint ignore=DL3064
 ENV PATH=/venv/bin:$PATH \
     PYTHONDONTWRITEBYTECODE=1 \
@@ -90,17 +90,17 @@ ENV PATH=/venv/bin:$PATH \
 RUN install -d -o 10001 -g 10001 /var/cache/numba
 USER 10001:10001
 
-# Compile the kernels now: some seconds less at each start on a CPU of the kind that built the image; others compile at
-# start. A volume, as numba uses a cache only where it may write, which a read-only container may not. Without: /tmp.
+# Compile the toy's kernels now, which saves seconds at every start on the same kind of CPU; others compile at start. A
+# volume, as numba uses a cache only where it may write, which a read-only container may not.
 RUN python3 -m tokenteller.server generate "To be" --max-tokens 1
 VOLUME /var/cache/numba
 
 EXPOSE 8000
 STOPSIGNAL SIGTERM
 
-# Python, as slim images have no curl; http.client, as it does not go through a proxy that the environment may name.
+# Python, as slim images have no curl; http.client, as it ignores proxies that the environment may name.
 HEALTHCHECK --interval=10s --timeout=5s --start-period=60s CMD ["python3", "-c", "import http.client, os; c = http.client.HTTPConnection('127.0.0.1', int(os.environ.get('TOKENTELLER_PORT', 8000)), timeout=4); c.request('GET', '/health'); raise SystemExit(c.getresponse().status != 200)"]
 
-# Exec form: the server itself is process 1 and gets the SIGTERM of `docker stop`.
+# Exec form: the server itself is process 1 and receives the SIGTERM of `docker stop`.
 ENTRYPOINT ["tokenteller"]
 CMD ["serve"]

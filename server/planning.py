@@ -35,7 +35,7 @@ def make_plan(settings: ModelSettings) -> Plan:
     pool_bytes, pool_why = _pool_bytes(settings, layout, weight_bytes)
     slots = settings.slots if layout.paged else min(settings.slots, pool_bytes // layout.slot_bytes)
     memory = settings.memory if isinstance(settings, PlanSettings) else None
-    kv = plan(layout, slots=slots, pool_bytes=pool_bytes, weight_bytes=weight_bytes, by_memory=memory is not None)
+    kv = plan(layout, slots=slots, pool_bytes=pool_bytes, weight_bytes=weight_bytes, shared=memory is not None)
     if memory is not None and memory < weight_bytes:
         kv = replace(kv, advice=_weights_do_not_fit(config, weights, kv, memory))
     return Plan(config, weights, weights_why, kv_dtype, layout, kv, pool_why)

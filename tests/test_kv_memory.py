@@ -1,4 +1,4 @@
-"""The KV memory formula against numbers worked out by hand, and the plan made from it."""
+"""The KV memory formula against numbers worked out by hand, and the plan that follows from it."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ def test_fewer_kv_heads_take_their_share() -> None:
     assert replace(TEXTBOOK, num_kv_heads=1).bytes_per_token * 32 == TEXTBOOK.bytes_per_token
 
 
-def test_two_gib_do_not_hold_one_full_sequence_and_the_plan_says_what_would() -> None:
-    told = plan(TEXTBOOK, slots=16, pool_bytes=2 * GIB, weight_bytes=8 * GIB)
-    assert not told.fits
-    advice = " ".join(told.advice)
+def test_two_gib_do_not_hold_one_full_sequence_and_the_plan_says_what_would_fit() -> None:
+    fit = plan(TEXTBOOK, slots=16, pool_bytes=2 * GIB, weight_bytes=8 * GIB)
+    assert not fit.fits
+    advice = " ".join(fit.advice)
     assert "2.5 GiB" in advice and "2 GiB" in advice
     # 2 GiB / 640 KiB = 3,276.8 rows; a lane has whole pages of 16 rows, so 204 pages or 3,264 rows
     assert "--max-context 3264" in advice
@@ -39,10 +39,10 @@ def test_two_gib_do_not_hold_one_full_sequence_and_the_plan_says_what_would() ->
 
 
 def test_the_plan_counts_how_many_fit_by_bytes_and_by_slots() -> None:
-    told = plan(TEXTBOOK, slots=3, pool_bytes=10 * GIB, weight_bytes=0)
-    last = told.table[-1]
+    fit = plan(TEXTBOOK, slots=3, pool_bytes=10 * GIB, weight_bytes=0)
+    last = fit.table[-1]
     assert (last.tokens, last.fit_in_bytes, last.fit) == (4096, 4, 3)
-    assert told.fits and told.advice == ()
+    assert fit.fits and fit.advice == ()
 
 
 def test_the_last_sampled_token_needs_no_row() -> None:

@@ -22,7 +22,8 @@ from tokenteller.model.top_p import BLOCK, Ids, Row, Row64, token_weights
 Rows = NDArray[np.float32]  # [S, vocab]
 
 LOWEST_LOGPROB = -9999.0  # stands for minus infinity, which JSON does not have
-WIDE_VOCABULARY = 8192  # from here on, sorting costs more than top_p.draw
+WIDE_VOCABULARY = 8192  # from here on, sorting costs more than top_p.draw ...
+NARROW = 64  # ... unless the nucleus is smaller than this
 
 
 class LogitsError(ArithmeticError):
@@ -165,11 +166,19 @@ def _adjusted(logits: Row, draw: Draw) -> Row64:
 
 def _drawn(row: Row, highest: float, draw: Draw) -> int:
     params, u = draw.params, uniform(draw.params.seed, draw.choice, draw.position)
+    kept = None
     if params.top_p < 1.0 and params.min_p == 0.0 and not 0 < params.top_k < len(row) and len(row) >= WIDE_VOCABULARY:
-        token_id = top_p.draw(row, highest, params.temperature, params.top_p, u)
-        if token_id is not None:
-            return token_id
-    kept = _kept(row, highest, params)
+        weights = token_weights(row, highest, params.temperature)
+        target = params.top_p * float(weights.sum())
+        if target < NARROW:  # no weight is above 1, so fewer tokens than this could reach it
+            kept = np.sort(_nucleus(row, highest, params, target, NARROW))
+        if kept is None or len(kept) == NARROW:
+            token_id = top_p.draw(row, weights, target, highest, params.temperature, u)
+            if token_id is not None:
+                return token_id
+            kept = None
+    if kept is None:
+        kept = _kept(row, highest, params)
     at = _inverted(token_weights(row if kept is None else row[kept], highest, params.temperature), u)
     return at if kept is None else int(kept[at])
 
@@ -206,7 +215,7 @@ def _kept(row: Row, highest: float, params: SamplingParams) -> Ids | None:
 
 def _nucleus(row: Row, highest: float, params: SamplingParams, target: float, limit: int) -> Ids:
     """The fewest of the `limit` best ids whose weight reaches `target`, including the one that crosses it."""
-    width = min(64, limit)
+    width = min(NARROW, limit)
     while True:
         ids = _best(row, width)
         mass = np.cumsum(token_weights(row[ids], highest, params.temperature))

@@ -29,26 +29,27 @@ def token_weights(values: Row, highest: float, temperature: float) -> Row64:
     return np.exp(weights, out=weights)
 
 
-def draw(row: Row, highest: float, temperature: float, top_p: float, u: float) -> int | None:
-    """The token for `u` in [0, 1) among the fewest that hold `top_p` of the mass; None where it is too close to say."""
-    nucleus = _Nucleus(row, highest, temperature, top_p)
+def draw(row: Row, weights: Row64, target: float, highest: float, temperature: float, u: float) -> int | None:
+    """The token for `u` in [0, 1) among the fewest that weigh `target` together; None where it is too close to say.
+
+    `weights`: token_weights(row), overwritten.
+    """
+    nucleus = _Nucleus(row, weights, target, highest, temperature)
     return nucleus.pick(u) if nucleus.find_cut() else None
 
 
 class _Nucleus:
     """`by_block`: the weight of all values above `high`, summed by block; after find_cut, that of the nucleus."""
 
-    def __init__(self, row: Row, highest: float, temperature: float, top_p: float) -> None:
-        self.row, self.highest, self.temperature = row, highest, temperature
-        weights = self._weigh(row)
+    def __init__(self, row: Row, weights: Row64, target: float, highest: float, temperature: float) -> None:
+        self.row, self.highest, self.temperature, self.target = row, highest, temperature, target
         total = float(weights.sum())
-        self.target = top_p * total
         sample = row[::_STRIDE].copy()
         sample.sort()
         self.sample = sample[::-1]
         sample_weights = self._weigh(self.sample)
         mass = np.cumsum(sample_weights)
-        self.at, step = int(np.searchsorted(mass, top_p * mass[-1])) - _WINDOW // 2, _WINDOW
+        self.at, step = int(np.searchsorted(mass, target / total * mass[-1])) - _WINDOW // 2, _WINDOW
         while self.at > 0:
             self.by_block = self._above(weights, float(self.sample[self.at]), float(sample_weights[self.at]))
             if self.by_block.sum() < self.target:

@@ -181,6 +181,12 @@ def wide_row(rng: np.random.Generator) -> NDArray[Any]:
     return row
 
 
+def wide_draw(row: NDArray[Any], params: SamplingParams, u: float) -> int | None:
+    highest = float(row.max())
+    weights = token_weights(row, highest, params.temperature)
+    return top_p.draw(row, weights, params.top_p * float(weights.sum()), highest, params.temperature, u)
+
+
 def test_top_p_on_a_wide_row_draws_the_token_that_sorting_draws() -> None:
     rng = np.random.default_rng(4)
     answered = 0
@@ -193,18 +199,20 @@ def test_top_p_on_a_wide_row_draws_the_token_that_sorting_draws() -> None:
         kept = sampler._kept(row, highest, params)
         assert kept is not None
         by_sorting = kept[sampler._inverted(token_weights(row[kept], highest, params.temperature), u)]
-        token_id = top_p.draw(row, highest, params.temperature, params.top_p, u)
+        token_id = wide_draw(row, params, u)
         assert token_id is None or token_id == by_sorting
         answered += token_id is not None
+        drawn = sampler._drawn(row, highest, Draw(replace(params, seed=seed), 0, 1))
+        assert drawn == by_sorting
     assert answered > 120
 
 
 def test_top_p_has_no_answer_where_rounding_could_decide() -> None:
     """Of 16,384 equal tokens, half the mass ends exactly between two of them."""
     row = np.zeros(16_384, np.float32)
-    assert top_p.draw(row, 0.0, 1.0, 0.5, 0.3) is None
-    assert top_p.draw(row, 0.0, 1.0, 0.50001, 0.3) == int(0.3 * 8193)
-    assert top_p.draw(row, 0.0, 1.0, 0.50001, 0.0) is None, "the target lies at the very edge of the first token"
+    assert wide_draw(row, SamplingParams(top_p=0.5), 0.3) is None
+    assert wide_draw(row, SamplingParams(top_p=0.50001), 0.3) == int(0.3 * 8193)
+    assert wide_draw(row, SamplingParams(top_p=0.50001), 0.0) is None, "the target is the very edge of the first token"
     assert sample(row, SamplingParams(top_p=0.5), 0, 1).token_id < 8192
 
 

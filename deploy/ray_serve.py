@@ -3,10 +3,10 @@
     pip install 'tokenteller[ray]'
     TOKENTELLER_SLOTS=32 TOKENTELLER_KV_MEMORY=512MiB serve run deploy.ray_serve:app
 
-Each replica is one server with its own pool. Ray sends requests with the same X-Session-Id to the same replica, where the
-K/V of the last turn may still be cached, and spreads the others. A client that disconnects frees its slot. The number of
-replicas follows the share of the pools that is in use or waited for (`replicas_wanted`); a replica that is removed
-finishes its streams first. All settings come from the environment, TOKENTELLER_..., as for `tokenteller serve`.
+Each replica is one server with its own pool. Ray sends requests with the same X-Session-Id to the same replica, where
+the K/V of the last turn may still be cached, and spreads the others. A client that disconnects frees its slot. The
+number of replicas follows the share of the pools that is in use or waited for (`replicas_wanted`); a replica that is
+removed finishes its streams first. All settings come from the environment, TOKENTELLER_..., as for `tokenteller serve`.
 """
 
 from __future__ import annotations

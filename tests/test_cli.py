@@ -1,4 +1,4 @@
-"""The command line in a process of its own: what it prints, and how it ends."""
+"""The command line in its own process: output, errors, exit codes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
     )
 
 
-def test_without_a_flag_the_toy_is_served_and_sigterm_ends_it_well() -> None:
+def test_without_flags_the_toy_is_served_until_sigterm() -> None:
     with process("--threads", "1") as server:
         answer = httpx.post(f"{server.url}/generate", json={"prompt": "To be", "stream": False}, timeout=30).json()
         assert answer["kv"]["bytes_per_token"] == 2048
@@ -44,7 +44,7 @@ def test_without_a_flag_the_toy_is_served_and_sigterm_ends_it_well() -> None:
 
 
 @pytest.mark.parametrize("closed", ["--log-format json <&- 2>&1 >&-", "2>&-"])
-def test_it_serves_and_ends_well_with_standard_streams_closed(rand: Path, closed: str) -> None:
+def test_it_serves_with_standard_streams_closed(rand: Path, closed: str) -> None:
     command = f"exec {sys.executable} -m tokenteller.server serve --model {rand} --port 0 {closed}"
     with subprocess.Popen(command, shell=True, cwd=ROOT, stdout=subprocess.PIPE, text=True) as popen:
         assert popen.stdout is not None
@@ -61,7 +61,7 @@ def test_plan_prints_the_same_numbers_as_json(rand: Path) -> None:
     assert plan["bytes_per_token"] == 512 and "512 bytes per token" in text.stdout
 
 
-def test_a_pool_too_small_for_one_sequence_is_told_before_any_weight_is_loaded(rand: Path) -> None:
+def test_a_pool_too_small_for_one_sequence_is_refused_before_weights_are_read(rand: Path) -> None:
     result = run("serve", "--port", "0", "--model", str(rand), "--kv-memory", "10KiB")
     assert result.returncode == 1
     assert "10 KiB" in result.stderr and len(result.stderr.strip().splitlines()) == 1
@@ -107,20 +107,20 @@ def test_wrong_usage_is_one_line_and_exit_code_2(arguments: list[str], environme
     assert word in result.stderr and result.stderr.count("\n") == 1
 
 
-def test_a_variable_is_a_setting_by_its_prefix_alone_and_may_be_empty_or_another_commands(rand: Path) -> None:
+def test_only_prefixed_variables_count_and_those_that_are_empty_or_of_another_command_are_ignored(rand: Path) -> None:
     result = run("plan", "--model", str(rand), JSON="1", TOKENTELLER_PORT="http", TOKENTELLER_SLOTS="")
     assert result.returncode == 0 and "fit at once" in result.stdout
     assert json.loads(run("plan", "--model", str(rand), TOKENTELLER_JSON="1").stdout)["fits"]
 
 
-def test_a_model_that_is_not_there_is_one_line_and_exit_code_1() -> None:
+def test_a_missing_model_is_one_line_and_exit_code_1() -> None:
     result = run("serve", "--port", "0", "--model", "/nowhere")
     assert result.returncode == 1
     assert "/nowhere" in result.stderr and len(result.stderr.strip().splitlines()) == 1
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
-def test_a_port_in_use_is_told_before_the_model_is_looked_at(host: str) -> None:
+def test_a_port_in_use_is_reported_before_the_model_is_looked_at(host: str) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = run("serve", "--model", "/nowhere", "--host", host, "--port", str(port))
@@ -128,7 +128,7 @@ def test_a_port_in_use_is_told_before_the_model_is_looked_at(host: str) -> None:
     assert result.stderr == f"tokenteller: cannot listen on {host}:{port}: Address already in use\n"
 
 
-def test_a_bad_tokenizer_is_told_before_weights_are_read(tmp_path: Path) -> None:
+def test_a_bad_tokenizer_is_reported_before_weights_are_read(tmp_path: Path) -> None:
     directory = random_llama(tmp_path)
     (directory / "tokenizer.json").write_text('{"model": {}}')
     result = run("serve", "--model", str(directory), "--port", "0")
@@ -152,7 +152,7 @@ def test_keys_and_certificates_are_read_before_the_model_is_looked_at(flags: lis
 
 
 @pytest.mark.parametrize(("host", "code"), [("a..b", 2), ("192.0.2.1", 1)])
-def test_a_host_that_is_not_ours_is_told_before_the_model_is_looked_at(host: str, code: int) -> None:
+def test_an_address_of_another_machine_is_reported_before_the_model_is_looked_at(host: str, code: int) -> None:
     result = run("serve", "--port", "0", "--model", "/nowhere", "--host", host)
     assert result.returncode == code
     assert host in result.stderr and "/nowhere" not in result.stderr and result.stderr.count("\n") == 1
@@ -167,7 +167,7 @@ def test_a_second_server_on_a_port_is_refused_while_the_first_one_still_loads() 
     assert (result.returncode, result.stderr) == (1, f"tokenteller: {said}\n")
 
 
-def test_a_server_of_another_kind_that_listens_meanwhile_is_told() -> None:
+def test_another_program_that_began_to_listen_meanwhile_is_reported() -> None:
     settings = ServeSettings()
     with socket.socket() as one:
         one.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -185,7 +185,7 @@ def test_all_addresses_of_a_host_get_the_same_port(monkeypatch: pytest.MonkeyPat
     assert (one[0], two[0]) == ("127.0.0.1", "127.0.0.2") and one[1] == two[1] > 0
 
 
-def test_ipv6_is_served_and_its_url_can_be_asked(rand: Path) -> None:
+def test_ipv6_is_served(rand: Path) -> None:
     try:
         socket.create_server(("::1", 0), family=socket.AF_INET6).close()
     except OSError:
@@ -200,14 +200,14 @@ def test_generate_streams_from_a_running_server(live: Live) -> None:
     assert result.stdout == live.text("hi", seed=1, max_tokens=9) + "\n"
 
 
-def test_generate_without_a_server_makes_one_of_its_own(rand: Path, live: Live) -> None:
+def test_generate_without_a_server_starts_its_own(rand: Path, live: Live) -> None:
     result = run("generate", "hi", "--model", str(rand), "--seed", "1", "--max-tokens", "9", TOKENTELLER_SLOTS="1")
     assert result.returncode == 0, result.stderr
     assert result.stdout == live.text("hi", seed=1, max_tokens=9) + "\n"
 
 
 @pytest.mark.parametrize(("prompt", "said"), [("hi", "at most 254"), ("", "prompt: it has no tokens")])
-def test_generate_says_what_the_server_refused(live: Live, prompt: str, said: str) -> None:
+def test_generate_shows_why_the_server_refused(live: Live, prompt: str, said: str) -> None:
     result = run("generate", prompt, "--url", live.url, "--max-tokens", "999")
     assert result.returncode == 1 and said in result.stderr
 
@@ -227,7 +227,7 @@ def test_generate_says_what_the_server_refused(live: Live, prompt: str, said: st
         (200, b"data: {cut\n\n"),
     ],
 )
-def test_generate_says_so_when_the_server_is_of_another_kind(
+def test_generate_recognises_a_server_of_another_kind(
     status: int, answer: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Other(BaseHTTPRequestHandler):
@@ -250,7 +250,9 @@ def test_generate_says_so_when_the_server_is_of_another_kind(
 
 @pytest.mark.parametrize("command", ["plan", "generate x --max-tokens 9"])
 @pytest.mark.parametrize(("to", "code", "said"), [("> /dev/full", 1, "No space left"), ("| head -c 0", 141, "")])
-def test_an_output_that_takes_nothing_is_no_traceback(rand: Path, command: str, to: str, code: int, said: str) -> None:
+def test_an_output_that_cannot_be_written_gives_no_traceback(
+    rand: Path, command: str, to: str, code: int, said: str
+) -> None:
     line = f"set -o pipefail; {sys.executable} -m tokenteller.server {command} --model {rand} {to}"
     result = subprocess.run(["bash", "-c", line], cwd=ROOT, capture_output=True, text=True, timeout=100, check=False)
     assert result.returncode == code

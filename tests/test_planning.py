@@ -1,4 +1,4 @@
-"""The plan: from a config or a GGUF header alone, without a weight, also for models far larger than this machine."""
+"""The plan: from a config or a GGUF header alone, also for models far larger than this machine."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_a_70b_model_is_planned_from_its_config_alone(huge: Path) -> None:
     assert not planned(huge, memory=160 * GIB, weights="fp16", max_context=longest + 8).fits  # a page has 8 rows
 
 
-def test_weights_that_do_not_fit_are_told_before_anything_else(huge: Path) -> None:
+def test_weights_that_do_not_fit_are_the_first_advice(huge: Path) -> None:
     plan = planned(huge, memory=200 * GIB, weights="fp32")
     assert not plan.fits and plan.pool_bytes == 0
     assert plan.advice[0] == "the weights alone need 262.8 GiB, the memory is 200 GiB"
@@ -98,7 +98,7 @@ def test_the_command_prints_the_same_plan_as_text_and_as_json(huge: Path, capsys
     )
 
 
-def test_a_model_that_is_not_there_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_model_is_one_line_and_exit_code_1(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--model", "nowhere"]) == 1
     error = capsys.readouterr().err
     assert error.startswith("tokenteller: model 'nowhere' is not a directory") and len(error.splitlines()) == 1
@@ -183,7 +183,7 @@ def test_head_dim_is_the_configs_own_and_not_width_over_heads(tmp_path: Path) ->
     assert planned(tmp_path).bytes_per_token == 2 * 2 * 2 * 24 * 4
 
 
-def test_windows_are_told_and_bound_what_a_sequence_takes(tmp_path: Path) -> None:
+def test_windows_are_shown_and_bound_what_a_sequence_takes(tmp_path: Path) -> None:
     config = config_of("mistral", max_position_embeddings=32_768, sliding_window=1024, head_dim=64)
     (tmp_path / "config.json").write_text(json.dumps(config))
     plan = planned(tmp_path, memory=GIB)

@@ -105,7 +105,7 @@ def test_an_interrupt_stops_the_answer_frees_its_slot_and_the_conversation_goes_
         for _ in range(2):
             chat.type("go on\n")
             chat.wait_for("abc")
-            assert server.seats() == (1, 0)
+            assert server.load() == (1, 0)
             chat.type("\x03")
             chat.wait_for("\n> ")
             server.wait_idle(2.0)

@@ -11,6 +11,7 @@ The pytest fixture `tokenteller_server` is the same, started once a session.
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import pickle
@@ -123,6 +124,7 @@ def _in_process(settings: ServeSettings) -> Iterator[RunningServer]:
 
 def _serve_for_parent() -> None:
     """The child's program. Settings come on stdin, pickled; one line of JSON on stdout says how the start went."""
+    gc.disable()  # until settle_process, as `tokenteller serve` does
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends Ctrl-C to both; the parent decides what it means
     reports = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

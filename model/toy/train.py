@@ -1,8 +1,8 @@
-"""Train the toy checkpoint: a 3-million-parameter Llama on Shakespeare, small enough to live in the repository.
+"""Trains the toy checkpoint: a 3-million-parameter Llama on Shakespeare, small enough to live in the repository.
 
     python model/toy/train.py --data tinyshakespeare.txt
 
-Writes config, weights (float16), tokenizer and card beside this file. The number of steps, not the clock, ends a run.
+Writes config, weights (float16), tokenizer and model card next to this file. Runs for a fixed number of steps.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CONTEXT = 1024
 SEED = 1611
 
 TOKENS_PER_STEP = 2048
-SHORT_WINDOW = 256  # attention is cheaper and batches more varied than with full windows
+SHORT_WINDOW = 256  # cheaper attention and more varied batches than with full windows
 END_OF_DOCUMENT = 0.25  # chance that a speech ends a document
 MERGE_DROPOUT = 0.1
 SPEECHES_PER_DROPOUT = 64
@@ -41,13 +41,13 @@ MUON_RATE, ADAM_RATE = 0.02, 0.003
 WEIGHT_DECAY = 0.05
 WARM_UP = 40
 
-# The words of Llama 3's tokenizer: punctuation keeps the line ends after it, so that ",\n" and ":\n" are one token.
+# As in Llama 3's tokenizer, punctuation includes the line ends after it, so ",\n" and ":\n" are one token.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 
-# Each newline is an expression, so that trim_blocks and lstrip_blocks change nothing.
+# Newlines are written as expressions, so trim_blocks and lstrip_blocks make no difference.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
     "{% for message in messages %}"
@@ -64,7 +64,7 @@ CHAT_TEMPLATE = (
 
 
 def train_tokenizer(text: str) -> Tokenizer:
-    """Byte-level BPE; all 256 bytes are in the vocabulary, so any UTF-8 text survives a round trip."""
+    """Byte-level BPE with all 256 bytes, so any UTF-8 text survives a round trip."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -87,7 +87,7 @@ def train_tokenizer(text: str) -> Tokenizer:
 
 
 def drop_merges(tokenizer: Tokenizer, chance: float, rng: random.Random) -> Tokenizer:
-    """A copy that spells text in smaller pieces. The library's own BPE dropout cannot be seeded."""
+    """A copy that splits text into smaller tokens. The library's own BPE dropout cannot be seeded."""
     description = json.loads(tokenizer.to_str())
     description["model"]["merges"] = [merge for merge in description["model"]["merges"] if rng.random() >= chance]
     return Tokenizer.from_str(json.dumps(description))
@@ -97,12 +97,12 @@ def drop_merges(tokenizer: Tokenizer, chance: float, rng: random.Random) -> Toke
 
 
 def encode_documents(tokenizer: Tokenizer, text: str, merge_dropout: float, rng: random.Random) -> Tensor:
-    """The text as one row of tokens, cut anew into documents and (with dropout) spelt anew at each call."""
+    """The text as one row of tokens, with new document boundaries and (with dropout) new merges on every call."""
     speeches = [speech + "\n\n" for speech in text.split("\n\n")]
     ids: list[int] = [BOS]
     for i in range(0, len(speeches), SPEECHES_PER_DROPOUT):
-        speller = drop_merges(tokenizer, merge_dropout, rng) if merge_dropout else tokenizer
-        for encoding in speller.encode_batch(speeches[i : i + SPEECHES_PER_DROPOUT], add_special_tokens=False):
+        encoder = drop_merges(tokenizer, merge_dropout, rng) if merge_dropout else tokenizer
+        for encoding in encoder.encode_batch(speeches[i : i + SPEECHES_PER_DROPOUT], add_special_tokens=False):
             ids += encoding.ids
             if rng.random() < END_OF_DOCUMENT:
                 ids += [EOS, BOS]
@@ -110,7 +110,7 @@ def encode_documents(tokenizer: Tokenizer, text: str, merge_dropout: float, rng:
 
 
 def line_starts(ids: Tensor, tokenizer: Tokenizer) -> Tensor:
-    """Positions of tokens that begin a line or a document."""
+    """Positions of the first token of each line or document."""
     ends_line = torch.tensor([tokenizer.decode([i]).endswith("\n") for i in range(VOCABULARY)])
     previous, current = ids[:-1], ids[1:]
     begins = (ends_line[previous] & ~ends_line[current] & (current != EOS)) | (previous == BOS)
@@ -118,7 +118,7 @@ def line_starts(ids: Tensor, tokenizer: Tokenizer) -> Tensor:
 
 
 def batches(tokenizer: Tokenizer, text: str, window: int, merge_dropout: float, rng: random.Random) -> Iterator[Tensor]:
-    """Endless batches [B, window + 1]. Each row is <|bos|> and then text from the start of a line, as when served."""
+    """Endless batches [B, window + 1]. As in serving, each row is <|bos|> and then text from the start of a line."""
     generator = torch.Generator().manual_seed(rng.getrandbits(32))
     size = TOKENS_PER_STEP // window
     while True:
@@ -155,14 +155,14 @@ def build_model() -> LlamaForCausalLM:
 
 
 def drop_out(module: nn.Module, _: object, output: Tensor) -> Tensor:
-    """Forward hook: Llama itself has no dropout on what a block adds to the residual stream."""
+    """Forward hook that adds residual dropout, which Llama does not have."""
     return F.dropout(output, DROPOUT, module.training)
 
 
 class Muon(torch.optim.Optimizer):
-    """Momentum whose update is made orthogonal by Newton-Schulz steps (Jordan et al., 2024), kept in float32.
+    """Momentum with updates orthogonalised by Newton-Schulz steps (Jordan et al., 2024), in float32.
 
-    `torch.optim.Muon` multiplies in bfloat16, which is eight times slower than float32 on a CPU without bfloat16 units.
+    `torch.optim.Muon` uses bfloat16, eight times slower than float32 on a CPU without bfloat16 instructions.
     """
 
     def __init__(self, parameters: list[nn.Parameter], lr: float, weight_decay: float, momentum: float = 0.95) -> None:
@@ -180,7 +180,7 @@ class Muon(torch.optim.Optimizer):
 
     @staticmethod
     def orthogonal(matrix: Tensor, steps: int = 5) -> Tensor:
-        """All singular values brought near 1 by an odd polynomial of the matrix."""
+        """Brings all singular values close to 1 with an odd polynomial of the matrix."""
         x = matrix if matrix.shape[0] <= matrix.shape[1] else matrix.T
         x = x / (x.norm() + 1e-7)
         for _ in range(steps):
@@ -190,7 +190,7 @@ class Muon(torch.optim.Optimizer):
 
 
 def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    """Muon for the matrices of the blocks, AdamW for the embedding and the norms."""
+    """Muon for the matrices of the layers, AdamW for the embedding and the norms."""
     matrices = [p for p in model.model.layers.parameters() if p.ndim == 2]
     others = [model.model.embed_tokens.weight, *(p for p in model.parameters() if p.ndim == 1)]
     return [
@@ -200,10 +200,7 @@ def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
 
 
 def train(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str, steps: int, full_steps: int) -> int:
-    """Short windows with merge dropout first, then `full_steps` of whole contexts spelt as when served.
-
-    Returns the number of tokens seen.
-    """
+    """Short windows with merge dropout, then `full_steps` of full contexts without it. Returns tokens seen."""
     rng = random.Random(SEED)
     short = batches(tokenizer, text, SHORT_WINDOW, MERGE_DROPOUT, rng)
     full = batches(tokenizer, text, CONTEXT, 0.0, rng)
@@ -237,7 +234,7 @@ def train(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str, steps: int, 
 
 @torch.no_grad()
 def bits_per_byte(model: LlamaForCausalLM, tokenizer: Tokenizer, text: str, stride: int = CONTEXT // 2) -> float:
-    """Every token of `text` is scored once, after <|bos|> and at least half a context (at the start: all there is)."""
+    """Scores each token of `text` once, after <|bos|> and at least half a context of text (less at the beginning)."""
     model.eval()
     ids = tokenizer.encode(text, add_special_tokens=False).ids
     nats, scored, begin = 0.0, 0, 0
@@ -264,7 +261,7 @@ def write_checkpoint(directory: Path, model: LlamaForCausalLM, tokenizer: Tokeni
     directory.mkdir(parents=True, exist_ok=True)
     model.generation_config = GenerationConfig(bos_token_id=BOS, eos_token_id=EOS)
     model.save_pretrained(directory)
-    (directory / "model.safetensors").chmod(0o644)  # transformers leaves it readable by its owner alone
+    (directory / "model.safetensors").chmod(0o644)  # transformers makes it readable by its owner only
     tokenizer.save(str(directory / "tokenizer.json"))
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -279,8 +276,8 @@ def write_checkpoint(directory: Path, model: LlamaForCausalLM, tokenizer: Tokeni
 
 CARD = """# The toy checkpoint
 
-A very small Llama that writes in the manner of Shakespeare. It ships with the repository so that the server starts
-without a download; the code that serves it is the code that serves every other checkpoint.
+A very small Llama that writes like Shakespeare. It ships with the repository, so the server starts without a download,
+and is served by the same code as every other checkpoint.
 
 | | |
 |---|---|
@@ -292,21 +289,20 @@ without a download; the code that serves it is the code that serves every other 
 | Held out | the last tenth: **{bits:.3f} bits per byte** ({windows}) |
 | Training | {steps:,} steps, {seen:,} tokens, {minutes:.0f} minutes on {threads} thread(s) of a shared CPU |
 
-It is a stand-in for load, memory and protocol, not for knowledge: it knows no facts and follows no instructions.
+It stands in for a real model in load, memory and protocol. It knows no facts and follows no instructions.
 
 ## Train again
 
     pip install -e '.[dev]'
     python model/toy/train.py --data tinyshakespeare.txt
 
-The seed is fixed and the number of steps ends the run, so the same machine and library versions give the same weights.
+Seed and number of steps are fixed, so the same machine and library versions give the same weights.
 
 ## Documents and chat
 
-A quarter of the speeches, drawn at random, end a document in training (`<|eos|><|bos|>` after the blank line), so the
-model ends by itself now and then. The chat template puts a conversation into the form of the data: a user speaks as
-`ROMEO:`, the assistant as `JULIET:`, a system message stands as it is, and a blank line follows each. An unknown role
-is an error.
+In training, a random quarter of the speeches end a document (`<|eos|><|bos|>` after the blank line), so the model ends
+its answers now and then. The chat template turns a conversation into a scene: the user speaks as `ROMEO:`, the
+assistant as `JULIET:`, a system message is copied unchanged, and a blank line follows each. Unknown roles are an error.
 
     <|bos|>ROMEO:
     Good morrow, cousin.
@@ -315,13 +311,13 @@ is an error.
 
 ## Sample
 
-Temperature 0.8, top-p 0.95, from "To be":
+Temperature 0.8, top-p 0.95, starting from "To be":
 
 {sample}
 
 ## Licence
 
-The data are in the public domain; the weights are under the licence of this repository.
+The data are in the public domain. The weights are under the licence of this repository.
 """
 
 
@@ -359,7 +355,7 @@ def main() -> None:
     seen = train(model, tokenizer, text[:cut], arguments.steps, full_steps=arguments.steps // 4)
     minutes = (time.monotonic() - began) / 60
 
-    model.half()  # what is stored is what is measured
+    model.half()  # measure what is stored
     write_checkpoint(arguments.out, model, tokenizer)
     model.float()
     write_card(

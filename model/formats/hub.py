@@ -90,7 +90,7 @@ def choose_gguf(files: Sequence[str], tag: str | None, model: str) -> list[str]:
         if file.endswith(".gguf") and "mmproj" not in file:
             whole = re.sub(r"-\d{5}-of-\d{5}(?=\.gguf$)", "", file)
             choices.setdefault(PurePosixPath(whole).name.removesuffix(".gguf"), []).append(file)
-    wanted = re.compile(rf"(^|[-._]){re.escape(tag or _PREFERRED)}([-._]|$)", re.IGNORECASE)
+    wanted = re.compile(rf"(^|[-._]){re.escape(tag or _PREFERRED)}([-.]|$)", re.IGNORECASE)
     found = [name for name in choices if wanted.search(name)]
     if tag is None and not found:
         found = list(choices)
@@ -106,7 +106,8 @@ def _list_files(repository: str) -> list[str]:
     from huggingface_hub import HfApi
 
     try:
-        return HfApi().list_repo_files(repository)
+        found = HfApi().model_info(repository)  # list_repo_files retries for 25 s where there is no network
+        return [file.rfilename for file in found.siblings or []]
     except Exception as error:
         cached = _cached_files(repository)
         if not cached:

@@ -63,7 +63,7 @@ def locate(model: str, hub: Hub, cache: Path, weights: bool = True, **environmen
 def refused(model: str, hub: Hub, cache: Path, **environment: str) -> str:
     """The one line that `tokenteller plan` prints."""
     done = run(f"plan --model {model}", hub, cache, **environment)
-    (line,) = [line for line in done.stderr.splitlines() if "Fetching" not in line]  # a progress bar may come first
+    (line,) = [line for line in done.stderr.splitlines() if line and "Fetching" not in line]  # not the progress bar's
     assert done.returncode == 1 and line.startswith(f"tokenteller: model '{model}'")
     return line
 

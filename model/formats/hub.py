@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path, PurePosixPath
 
 from tokenteller.model.formats.errors import ConfigError
@@ -56,6 +57,7 @@ def _smollm2() -> Path:
     return found[0]
 
 
+@cache  # a start asks several times: for the config, for the weight format, for the weights
 def _from_hub(repository: str, tag: str | None, weights: bool) -> Path:
     from huggingface_hub import snapshot_download  # takes half a second to import
 

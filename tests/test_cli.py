@@ -54,6 +54,14 @@ def test_it_serves_with_standard_streams_closed(rand: Path, closed: str) -> None
         assert popen.wait(20) == 0
 
 
+def test_once_it_serves_garbage_is_collected_again_but_for_what_was_loaded() -> None:
+    code = (
+        "import gc, sys; gc.disable(); from tokenteller.server.api.app import settle_process; settle_process()\n"
+        "sys.exit(not (gc.isenabled() and gc.get_freeze_count() > 10_000))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
+
+
 def test_plan_prints_the_same_numbers_as_json(rand: Path) -> None:
     text, raw = run("plan", "--model", str(rand)), run("plan", "--model", str(rand), "--json")
     plan = json.loads(raw.stdout)

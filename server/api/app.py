@@ -145,7 +145,7 @@ def _warm_up(runner: Runner, name: str) -> float:
 
 
 def settle_process() -> None:
-    """Tidies up after loading, in a process that does nothing but serve: it changes what a host process shares."""
+    """Frees what only loading needed. For a process that does nothing but serve, as it changes what all code shares."""
     gc.collect()
     gc.enable()
     release_memory()

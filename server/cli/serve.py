@@ -18,7 +18,7 @@ from tokenteller.server import logs
 from tokenteller.server.cli.listen import Listener, address_text, bind, listen
 from tokenteller.server.cli.parse import parse
 from tokenteller.server.cli.terminal import silence_stdout
-from tokenteller.server.planning import Plan, check_memory, make_plan, plan_text, threads_text
+from tokenteller.server.planning import Plan, make_plan, plan_text, threads_text
 from tokenteller.server.settings import ServeSettings
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ log = logging.getLogger("tokenteller")
 
 
 def run(arguments: list[str]) -> int:
-    gc.disable()  # until settle_process: looking for garbage while importing and loading takes a sixth of their time
     settings = parse("serve", ServeSettings, arguments)
     _check_certificate(settings)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))  # while it loads; process 1 has no default action
@@ -36,7 +35,7 @@ def run(arguments: list[str]) -> int:
     listeners = bind(settings.host, settings.port)
     plan = make_plan(settings)
     _announce_plan(settings, plan)
-    check_memory(plan)
+    gc.disable()  # until settle_process: looking for garbage takes a sixth of the time of importing and loading
     from tokenteller.server.api.app import create_app, settle_process
 
     app = create_app(settings, plan)

@@ -146,6 +146,16 @@ def write(directory: Path, config: dict[str, Any], weights: dict[str, torch.Tens
     return directory
 
 
+def edited(directory: Path, changes: dict[str, torch.Tensor | None], **config: Any) -> Path:
+    """Replaces, adds or (None) drops tensors of a single-file checkpoint, and changes keys of its config."""
+    file = directory / "model.safetensors"
+    weights = load_file(file) | {name: tensor for name, tensor in changes.items() if tensor is not None}
+    save_file({name: tensor for name, tensor in weights.items() if changes.get(name, tensor) is not None}, file)
+    path = directory / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | config))
+    return directory
+
+
 def tape(directory: Path, script: str | Sequence[int], context: int = 64) -> Path:
     """A GPT-2 checkpoint that plays a tape: greedily, the token after position p is script[p], whatever came before.
 

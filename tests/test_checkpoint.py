@@ -7,68 +7,22 @@ import json
 import os
 import subprocess
 import sys
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from checkpoints import BOS, VOCAB, byte_tokenizer, config_of, damaged, random_hf, random_llama, tape, to_gguf
+from checkpoints import VOCAB, config_of, edited, random_hf, random_llama, to_gguf
 from live import serve
 from safetensors.torch import load_file, save_file
 from test_parity import TOKENS, close, forward, twin_of
-from tokenizers import Tokenizer, models, processors
 
-from tokenteller.model.chat import ChatTemplateError
 from tokenteller.model.checkpoint import CheckpointError, Progress, load
 from tokenteller.model.config import Storage
 from tokenteller.model.formats.errors import ConfigError
-from tokenteller.model.formats.hf_tokenizer import load_tokenizer
 from tokenteller.model.formats.stored import read_config
 from tokenteller.model.kv_memory import KVLayout
 from tokenteller.model.kv_pool import KVPool
-
-DIGITS = "0123456789" * 6
-
-
-def test_a_tape_plays_its_script_at_every_prompt_length_chunk_and_slot(tmp_path: Path) -> None:
-    decoder = load(str(tape(tmp_path, DIGITS)), "fp32").decoder
-    pool = KVPool(KVLayout.of(decoder.config, 64), slots=2)
-    for length in (1, 2, 3, 5, 17, 40):
-        for chunk in (1, 3, 16, 40):
-            tokens = TOKENS[:length]
-            for at in range(0, length, chunk):
-                logits = forward(decoder, pool, (length % 2, tokens[at : at + chunk], at))[-1]
-            for at in range(length, length + 20):
-                tokens.append(int(logits.argmax()))
-                logits = forward(decoder, pool, (length % 2, tokens[-1:], at))[-1]
-            assert bytes(tokens[length:]).decode() == (DIGITS * 2)[length - 1 : length + 19]
-
-
-@pytest.mark.parametrize("weights", ["fp32", "fp16"])
-def test_a_served_tape_continues_where_the_prompt_ends_also_at_the_edge_of_the_context(
-    tmp_path: Path, weights: str
-) -> None:
-    with serve(model=str(tape(tmp_path, DIGITS + "abcd")), slots=2, weights=weights, prefill_chunk=16) as server:
-        for prompt, text in (("x", "0123"), ("xyz", "2345"), ("hello", "4567")):
-            assert server.text(prompt, max_tokens=4, temperature=0) == text
-        assert server.text("x" * 60, max_tokens=4, temperature=0) == "9abc"
-        assert server.text("x" * 63, max_tokens=1, temperature=0) == "c"
-        assert server.text("x", max_tokens=63, temperature=0) == DIGITS + "abc"
-        for length in range(1, 62):
-            assert server.text("x" * length, max_tokens=3, temperature=0) == (DIGITS + "abcd")[length - 1 : length + 2]
-        assert server.post(prompt="x" * 60, max_tokens=5).status_code == 422
-
-
-def test_a_tape_plays_on_where_a_prefix_was_reused_and_where_slots_were_used_before(tmp_path: Path) -> None:
-    script = "".join(chr(ord("a") + at % 26) for at in range(256))
-    with serve(model=str(tape(tmp_path, script, context=256)), slots=2, prefill_chunk=16) as server:
-        cached = []
-        for length in (100, 100, 140, 70, 101, 139, 1, 33):
-            answer = server.generate("x" * length, max_tokens=20, temperature=0)
-            assert answer["choices"][0]["text"] == script[length - 1 : length + 19]
-            cached.append(answer["usage"]["cached_tokens"])
-        assert cached[0] == 0 and cached[1] == 99 and min(cached[2:6]) >= 69
 
 
 def test_a_gpt2_file_without_its_usual_prefix_and_with_mask_buffers_is_the_same_model(tmp_path: Path) -> None:
@@ -80,16 +34,6 @@ def test_a_gpt2_file_without_its_usual_prefix_and_with_mask_buffers_is_the_same_
     save_file(renamed, directory / "model.safetensors")
     again = load(str(directory), "fp32").decoder
     close(forward(again, twin.pool(), (0, TOKENS[:20], 0)), twin.expected(TOKENS[:20]))
-
-
-def edited(directory: Path, changes: dict[str, torch.Tensor | None], **config: Any) -> Path:
-    """Replaces, adds or (None) drops tensors of a single-file checkpoint, and changes keys of its config."""
-    file = directory / "model.safetensors"
-    weights = load_file(file) | {name: tensor for name, tensor in changes.items() if tensor is not None}
-    save_file({name: tensor for name, tensor in weights.items() if changes.get(name, tensor) is not None}, file)
-    path = directory / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | config))
-    return directory
 
 
 class TestTiedHead:
@@ -176,96 +120,6 @@ class TestShards:
             assert str(index) in self.refused(sharded)
 
 
-NAMED_TEMPLATE = '{"chat_template": [{"name": "default", "template": "a"}, %s]}'
-TOO_MANY_WORDS = Tokenizer(models.WordLevel({"foo": 0, "a": 264}, unk_token="foo")).to_str()
-WORDS_WITHOUT_UNKNOWN = Tokenizer(models.WordLevel({"foo": 0, "bar": 1}, unk_token="zz")).to_str()
-
-
-@pytest.mark.parametrize(
-    ("file", "content", "named"),
-    [
-        ("config.json", None, "config.json: "),
-        ("config.json", "{", "config.json: "),
-        ("config.json", "[1]", "config.json: "),
-        ("tokenizer.json", None, "tokenizer.json: "),
-        ("tokenizer.json", "{}", "tokenizer.json: model: missing or not an object"),
-        ("generation_config.json", '{"eos_token_id": [264]}', "generation_config.json: 'eos_token_id' has 264"),
-        ("generation_config.json", '{"eos_token_id": "2"}', "'eos_token_id' has '2'"),
-        (
-            "tokenizer_config.json",
-            '{"chat_template": 3}',
-            "tokenizer_config.json: key 'chat_template' is 3; it must be a text",
-        ),
-        ("tokenizer_config.json", "[" * 100_000, "tokenizer_config.json: it is nested too deeply"),
-        ("generation_config.json", "[" * 100_000, "generation_config.json: it is nested too deeply"),
-        ("tokenizer_config.json", '{"eos_token": 5}', "tokenizer_config.json: key 'eos_token' is 5"),
-        ("tokenizer_config.json", '{"eos_token": ["x"]}', "tokenizer_config.json: key 'eos_token' is ['x']"),
-        ("tokenizer_config.json", '{"bos_token": {"content": 5}}', "key 'bos_token.content' is 5; it must be a text"),
-        (
-            "tokenizer_config.json",
-            '{"eos_token": "\\ud800"}',
-            "'eos_token' is '\\ud800'; it contains half a character",
-        ),
-        ("tokenizer_config.json", NAMED_TEMPLATE % 1, "tokenizer_config.json: key 'chat_template' has 1 at 1"),
-        ("tokenizer_config.json", NAMED_TEMPLATE % '{"name": ["x"]}', "key 'chat_template.name' is ['x']"),
-        ("tokenizer_config.json", NAMED_TEMPLATE % '{"template": 1}', "key 'chat_template.template' is 1"),
-        (
-            "tokenizer_config.json",
-            '{"chat_template": "a\\n{% if %}"}',
-            "tokenizer_config.json: 'chat_template': the chat template failed in line 2: ",
-        ),
-        ("chat_template.jinja", "{{ messages.__class__.__base__ }}", "chat_template.jinja: 'chat_template': "),
-        ("chat_template.jinja", "{% for i in range(3000000) %}{% endfor %}", "chat_template.jinja: 'chat_template': "),
-        ("tokenizer.json", TOO_MANY_WORDS, "tokenizer.json: has tokens up to number 264, but the model has 264"),
-        ("tokenizer.json", WORDS_WITHOUT_UNKNOWN, "tokenizer.json: WordLevel error: Missing [UNK] token"),
-        ("config.json", '{"model_type": "llama", "num_attention_heads": 1e400}', "'num_attention_heads' is inf"),
-        ("model.safetensors", None, "model.safetensors: no such file; weights are read from safetensors or GGUF"),
-        ("model.safetensors", "junk", "model.safetensors: "),
-    ],
-)
-def test_a_file_that_is_missing_or_broken_is_named(tmp_path: Path, file: str, content: str | None, named: str) -> None:
-    directory = random_llama(tmp_path)
-    (directory / file).unlink(missing_ok=True)
-    if content is not None:
-        (directory / file).write_text(content)
-    with pytest.raises(CheckpointError) as caught:
-        load(str(directory), "fp32")
-    assert named in str(caught.value) and str(directory) in str(caught.value) and "\n" not in str(caught.value)
-
-
-def post_processed() -> str:
-    backend = byte_tokenizer()
-    backend.post_processor = processors.TemplateProcessing(single="<|bos|> $A", special_tokens=[("<|bos|>", BOS)])
-    return backend.to_str()
-
-
-@pytest.mark.parametrize(
-    ("file", "whole"),
-    [
-        (
-            "tokenizer_config.json",
-            '{"bos_token": "<|bos|>", "eos_token": {"content": "<|eos|>"}, "chat_template": "a"}',
-        ),
-        ("tokenizer_config.json", NAMED_TEMPLATE % '{"name": "b", "template": "c"}'),
-        ("generation_config.json", '{"eos_token_id": [257, 3]}'),
-        ("tokenizer.json", post_processed()),
-    ],
-)
-def test_whatever_stands_in_a_file_of_the_tokenizer_it_serves_or_is_one_line_that_names_the_file(
-    tmp_path: Path, file: str, whole: str
-) -> None:
-    config = read_config(str(random_llama(tmp_path)))
-    for what, damage in damaged(json.loads(whole)):
-        (tmp_path / file).write_text(json.dumps(damage))
-        try:
-            tokenizer = load_tokenizer(tmp_path, config)
-            assert max(tokenizer.encode("abc <|eos|>"), default=0) < VOCAB, what
-            with suppress(ChatTemplateError):
-                tokenizer.encode_chat([{"role": "user", "content": "x"}])
-        except CheckpointError as error:
-            assert str(error).startswith(f"{tmp_path / file}: ") and "\n" not in str(error), what
-
-
 def test_weights_that_are_no_numbers_or_too_large_for_fp16_are_named(tmp_path: Path) -> None:
     name = "model.layers.0.mlp.up_proj.weight"
     directory = edited(random_llama(tmp_path), {name: torch.zeros(96, 64, dtype=torch.int32)})
@@ -306,59 +160,10 @@ def test_a_context_beyond_what_a_table_can_hold_is_refused_with_numbers_and_max_
     assert load(directory, "fp32", max_context=64).decoder.cos.shape == (64, 8)
 
 
-class TestStopsAndTemplate:
-    def test_a_template_that_only_refuses_a_conversation_is_no_fault_of_the_checkpoint(self, tmp_path: Path) -> None:
-        directory = random_llama(tmp_path)
-        (directory / "chat_template.jinja").write_text("{{ raise_exception('a system message, please') }}")
-        tokenizer = load(str(directory), "fp32").tokenizer
-        with pytest.raises(ChatTemplateError, match="a system message, please"):
-            tokenizer.encode_chat([{"role": "user", "content": "x"}])
-
-    def test_stop_ids_are_the_union_of_config_generation_config_and_tokenizer(self, tmp_path: Path) -> None:
-        directory = edited(random_llama(tmp_path), {}, eos_token_id=5)
-        (directory / "generation_config.json").write_text('{"eos_token_id": [6, 259]}')
-        assert load(str(directory), "fp32").tokenizer.stop_ids == {5, 6, 257, 259}
-
-    @pytest.mark.parametrize(
-        ("single", "bos"), [("$A", None), ("<|bos|> $A", 256), ("<|bos|> $A <|eos|>", 256), ("$A <|eos|>", None)]
-    )
-    def test_bos_is_what_the_tokenizer_itself_puts_in_front_and_nothing_is_put_behind(
-        self, tmp_path: Path, single: str, bos: int | None
-    ) -> None:
-        directory = random_llama(tmp_path)
-        backend = byte_tokenizer()
-        specials = [("<|bos|>", 256), ("<|eos|>", 257)]
-        backend.post_processor = processors.TemplateProcessing(single=single, special_tokens=specials)
-        backend.save(str(directory / "tokenizer.json"))
-        tokenizer = load(str(directory), "fp32").tokenizer
-        assert tokenizer.bos_id == bos
-        assert tokenizer.encode("ab") == ([] if bos is None else [bos]) + [97, 98]
-
-    def test_the_chat_template_may_be_a_file_a_text_or_one_of_several(self, tmp_path: Path) -> None:
-        directory = random_llama(tmp_path)
-        settings = directory / "tokenizer_config.json"
-        settings.write_text(
-            '{"chat_template": [{"name": "tool_use", "template": "a"}, {"name": "default", "template": "b"}]}'
-        )
-        assert load(str(directory), "fp32").tokenizer.chat_template == "b"
-        settings.write_text('{"chat_template": "c"}')
-        assert load(str(directory), "fp32").tokenizer.chat_template == "c"
-        (directory / "chat_template.jinja").write_text("d")
-        assert load(str(directory), "fp32").tokenizer.chat_template == "d"
-
-
 def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """The command line in a process of its own."""
     command = [sys.executable, "-m", "tokenteller.server", *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=100, env=os.environ | environment)
-
-
-@pytest.mark.parametrize("file", ["tokenizer.model", "vocab.json"])
-def test_other_forms_of_a_tokenizer_are_told_from_none(tmp_path: Path, file: str) -> None:
-    directory = random_llama(tmp_path)
-    (directory / "tokenizer.json").rename(directory / file)
-    with pytest.raises(CheckpointError, match=rf"tokenizer\.json: no such file \({file} alone cannot be read"):
-        load(str(directory), "fp32")
 
 
 @pytest.mark.parametrize("changes", [{"rms_norm_eps": float("nan")}, {"max_position_embeddings": 10**30}])

@@ -17,7 +17,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.pre_tokenizers import ByteLevel
 
 VOCAB = 264
-# what no key is made for: some of it stands rightly in some places
+# values that few keys accept
 ODD: tuple[Any, ...] = (
     None,
     True,

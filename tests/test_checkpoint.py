@@ -167,15 +167,15 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("changes", [{"rms_norm_eps": float("nan")}, {"max_position_embeddings": 10**30}])
-def test_a_config_whose_numbers_are_none_is_refused_by_key(tmp_path: Path, changes: dict[str, Any]) -> None:
+def test_a_config_with_impossible_numbers_is_refused_by_key(tmp_path: Path, changes: dict[str, Any]) -> None:
     (key,) = changes
     with pytest.raises(CheckpointError, match=f"key '{key}' is "):
         load(str(edited(random_llama(tmp_path), {}, **changes)), "fp32")
 
 
-def test_weights_that_make_no_numbers_end_the_start_in_one_line(tmp_path: Path) -> None:
+def test_weights_that_give_nan_end_the_start_in_one_line(tmp_path: Path) -> None:
     directory = edited(random_llama(tmp_path), {"model.norm.weight": torch.full((64,), torch.nan)})
-    with pytest.raises(ValueError, match="the weights make no numbers"), serve(model=str(directory)):
+    with pytest.raises(ValueError, match="the weights give logits that are not numbers"), serve(model=str(directory)):
         pass
 
 
@@ -222,7 +222,7 @@ class TestWhereModelsComeFrom:
             read_config("smollm2")
 
 
-def test_loading_tells_how_far_it_has_come(tmp_path: Path) -> None:
+def test_loading_reports_progress(tmp_path: Path) -> None:
     out = io.StringIO()
     load(str(random_llama(tmp_path)), "fp32", progress=Progress(out, quiet_s=0))
     lines = out.getvalue().splitlines()
@@ -240,8 +240,8 @@ def test_loading_tells_how_far_it_has_come(tmp_path: Path) -> None:
     assert quick.getvalue() == ""
 
 
-@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux tells and gives back pages of code")
-def test_pages_of_code_that_only_loading_needed_are_given_back() -> None:
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="only Linux has these files")
+def test_pages_of_code_that_only_loading_needed_are_released() -> None:
     code = (
         "from tokenteller.model.checkpoint import release_memory, load\n"
         "def file(): return next(int(line.split()[1]) for line in open('/proc/self/status') if 'RssFile' in line)\n"

@@ -55,7 +55,7 @@ def test_a_gguf_twin_is_the_same_model_bit_for_bit(tmp_path: Path, case: str) ->
     assert ours.num_parameters == theirs.num_parameters and ours.windows == theirs.windows
 
 
-def test_llama3_scaling_stands_in_the_tensor_rope_freqs(tmp_path: Path) -> None:
+def test_llama3_scaling_is_read_from_the_tensor_rope_freqs(tmp_path: Path) -> None:
     rope = {"rope_type": "llama3", "rope_theta": 500.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
     rope |= {"original_max_position_embeddings": 64}
     directory = random_hf(tmp_path / "hf", config_of("llama", rope_parameters=rope))
@@ -217,7 +217,7 @@ def test_metadata_that_is_missing_or_not_supported_is_named(tmp_path: Path, more
     assert named in str(caught.value) and str(path) in str(caught.value)
 
 
-def test_tensors_that_are_odd_are_named_as_the_file_names_them(tmp_path: Path) -> None:
+def test_a_tensor_that_does_not_fit_is_named_as_the_file_names_it(tmp_path: Path) -> None:
     whole = to_gguf(random_llama(tmp_path / "hf"), tmp_path / "whole.gguf")
     extra = with_tensor(whole, tmp_path / "extra.gguf", "blk.0.wonder.weight", np.zeros((2, 2), np.float32))
     with pytest.raises(CheckpointError, match=r"extra\.gguf: tensor 'blk\.0\.wonder\.weight' is not used"):

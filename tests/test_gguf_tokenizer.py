@@ -94,8 +94,8 @@ def test_a_byte_level_tokenizer_from_metadata_gives_the_ids_of_its_twin(pre: str
         assert ours.decode(ids) == theirs.decode(ids)
 
 
-def test_each_pre_tokenizer_kind_cuts_otherwise() -> None:
-    """Else a kind that is taken for another would not show in the test above."""
+def test_each_pre_tokenizer_splits_differently() -> None:
+    """Otherwise the test above would not notice two that are swapped."""
     metadata = metadata_of(KINDS["gpt-2"], "gpt-2")
     cut = {pre: read_tokenizer(metadata | {"tokenizer.ggml.pre": pre}).backend.pre_tokenizer for pre in KINDS}
     pieces = {str([cut[pre].pre_tokenize_str(text) for text in TEXTS]) for pre in KINDS}
@@ -161,7 +161,7 @@ def test_a_sentencepiece_tokenizer_from_scores_gives_the_ids_of_its_twin(spm: di
         read_tokenizer(spm | {"tokenizer.ggml.scores": [0.0]})
 
 
-def test_whatever_stands_in_the_metadata_is_read_or_refused_in_one_line_that_names_a_key(
+def test_any_value_in_the_metadata_is_read_or_refused_in_one_line_that_names_a_key(
     tmp_path: Path, spm: dict[str, Any]
 ) -> None:
     more = YARN | {"tokenizer.ggml.merges": ['! "'], "tokenizer.chat_template": "a", "split.count": 1}

@@ -90,7 +90,7 @@ def post_processed() -> str:
         ("tokenizer.json", post_processed()),
     ],
 )
-def test_whatever_stands_in_a_file_of_the_tokenizer_it_serves_or_is_one_line_that_names_the_file(
+def test_any_value_in_a_tokenizer_file_works_or_is_one_line_that_names_the_file(
     tmp_path: Path, file: str, whole: str
 ) -> None:
     config = read_config(str(random_llama(tmp_path)))
@@ -147,7 +147,7 @@ class TestStopsAndTemplate:
 
 
 @pytest.mark.parametrize("file", ["tokenizer.model", "vocab.json"])
-def test_other_forms_of_a_tokenizer_are_told_from_none(tmp_path: Path, file: str) -> None:
+def test_a_tokenizer_in_another_format_is_named_with_the_remedy(tmp_path: Path, file: str) -> None:
     directory = random_llama(tmp_path)
     (directory / "tokenizer.json").rename(directory / file)
     with pytest.raises(CheckpointError, match=rf"tokenizer\.json: no such file \({file} alone cannot be read"):

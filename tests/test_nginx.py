@@ -13,6 +13,8 @@ import httpx
 import pytest
 from live import CLIENT, Live, free_port, serve
 
+from tokenteller.server.api.admission import QueueLimits
+
 DEPLOY = Path(__file__).parent.parent / "deploy"
 
 
@@ -89,18 +91,20 @@ def test_nginx_passes_each_token_at_once_and_a_client_that_leaves_frees_its_slot
             live.wait_idle(5)
 
 
-def test_nginx_asks_the_other_server_while_one_drains(
-    pair: tuple[Live, Live], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    one = pair[0]
-    monkeypatch.setattr(one.service.streams, "drain_until", time.monotonic() + 60)
-    before = served(pair)
-    with nginx(tmp_path, *pair) as url:
+def test_nginx_asks_the_other_server_while_one_drains(rand: Path, tmp_path: Path) -> None:
+    long = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
+    with (
+        serve(0.05, model=str(rand), slots=4) as one,
+        serve(model=str(rand), slots=4) as two,
+        nginx(tmp_path, one, two) as url,
+        CLIENT.stream("POST", one.url + "/generate", json=long),  # what it drains for
+    ):
+        one.service.streams.drain_until = time.monotonic() + 60
         for session in range(8):
             headers = {"X-Session-Id": f"session-{session}"}
             body = {"prompt": "x", "max_tokens": 1, "stream": False}
             assert CLIENT.post(url + "/generate", json=body, headers=headers).status_code == 200
-    assert served(pair) == [before[0], before[1] + 8]
+        assert served((one, two)) == [0, 8]
 
 
 def test_nginx_passes_a_refusal_on_and_never_makes_a_502_of_it(
@@ -116,10 +120,10 @@ def test_nginx_passes_a_refusal_on_and_never_makes_a_502_of_it(
             assert answer.headers["x-request-id"] == f"theirs-{at}"
             return answer.status_code
 
-        monkeypatch.setattr(pair[0].service.streams, "queue_limit", -100)
+        monkeypatch.setattr(pair[0].service.streams, "_queue_limits", QueueLimits(-100))
         assert {ask(at) for at in range(12)} == {200}  # the other has room
         assert served(pair) == [before[0], before[1] + 12]
-        monkeypatch.setattr(pair[1].service.streams, "queue_limit", -100)
+        monkeypatch.setattr(pair[1].service.streams, "_queue_limits", QueueLimits(-100))
         assert {ask(at) for at in range(12)} == {429}
         monkeypatch.undo()
         assert {ask(at) for at in range(12)} == {200}  # at once

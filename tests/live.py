@@ -109,7 +109,7 @@ def serve(pace: float = 0.0, send_buffer: int = 0, buffer_tokens: int = 0, **set
             run = runner.run
             runner.run = lambda step: (time.sleep(pace), run(step))[1]
         if buffer_tokens:
-            server.service.streams._buffer_tokens = buffer_tokens
+            server.service.streams.buffer_tokens = buffer_tokens
         if send_buffer:
             server.listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
         yield Live(server.url, server.service)

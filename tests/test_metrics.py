@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -64,22 +65,15 @@ def test_only_prompts_that_may_use_the_prefix_cache_count_as_queries(live: Live)
 
 
 def test_refusals_cancels_and_gauges_are_exported(rand: Path) -> None:
-    with serve(model=str(rand), slots=2) as live:
+    left: dict[str, Any] = {"prompt": "left", "max_tokens": 250, "ignore_eos": True}
+    with serve(0.004, model=str(rand), slots=2) as live:
         idle = scrape(live)
         live.post(prompt="x", max_tokens=10**6)
         live.post(prompt="x", bogus=1)
         CLIENT.get(live.url + "/nowhere")
-        with (
-            CLIENT.stream(
-                "POST", live.url + "/generate", json={"prompt": "left", "max_tokens": 250, "ignore_eos": True}
-            ),
-            CLIENT.stream(
-                "POST", live.url + "/generate", json={"prompt": "left", "max_tokens": 250, "ignore_eos": True}
-            ),
-            CLIENT.stream(
-                "POST", live.url + "/generate", json={"prompt": "left", "max_tokens": 250, "ignore_eos": True}
-            ),
-        ):
+        with ExitStack() as clients:
+            for _ in range(3):
+                clients.enter_context(CLIENT.stream("POST", live.url + "/generate", json=left))
             while True:
                 busy = scrape(live)
                 if busy["vllm:num_requests_running"] == 2 and busy["vllm:num_requests_waiting"] == 1:

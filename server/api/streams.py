@@ -74,7 +74,7 @@ class Streams:
         self.closing = False  # the sockets are about to close: viewers of /pool must leave
         self._slow_reader_s = slow_reader_s
         self._queue_limits = queue_limits
-        self._buffer_tokens = buffer_tokens
+        self.buffer_tokens = buffer_tokens
         self._grammars = Grammars(tokenizer, vocab_size)
         self._open: dict[str, Stream] = {}
 
@@ -94,7 +94,7 @@ class Streams:
             operation=asked.operation,
             model_name=self.model_name,
             arrived=asked.arrived,
-            buffer_tokens=self._buffer_tokens,
+            buffer_tokens=self.buffer_tokens,
             slow_reader_s=self._slow_reader_s,
             on_close=self._forget,
         )

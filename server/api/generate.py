@@ -78,8 +78,8 @@ class NativeAnswer:
     def _frame(self, item: Item) -> bytes:
         match item:
             case Delta(index=index, text=text, pieces=pieces):
-                fields = {"type": "token", "index": index, "text": text}
-                return sse.frame(fields | token_fields(self._tokenizer, pieces))
+                fields = token_fields(self._tokenizer, pieces)
+                return sse.frame({"type": "token", "index": index, "text": text, **fields})
             case Started():
                 return sse.frame({"type": "start"} | self._start_fields(item))
             case End(index=index):
@@ -142,7 +142,9 @@ class NativeAnswer:
 
 def token_fields(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, Any]:
     """The ids of these tokens and, if asked for, their logprobs."""
-    fields: dict[str, Any] = {"token_ids": [piece.token_id for piece in pieces]}
+    ids = [piece.token_id for piece in pieces]
+    if not pieces or pieces[0].logprobs is None:  # asked for with all tokens of a request or with none
+        return {"token_ids": ids}
     entries = [
         {
             "token_id": piece.token_id,
@@ -155,7 +157,7 @@ def token_fields(tokenizer: Tokenizer, pieces: Sequence[Piece]) -> dict[str, Any
         for piece in pieces
         if piece.logprobs
     ]
-    return fields | {"logprobs": entries} if entries else fields
+    return {"token_ids": ids, "logprobs": entries}
 
 
 def usage(stream: Stream, completion_tokens: int) -> dict[str, int]:

@@ -97,8 +97,8 @@ class Answer(ABC):
         choices = []
         for index, end in sorted(ends.items()):
             logprobs = self.logprobs(index, [piece for piece in pieces[index] if piece.offset < len(text[index])])
-            choices.append({"index": index} | self.whole(index, text[index]) | {"logprobs": logprobs} | _finish(end))
-        return self._envelope(self.kind) | {"choices": choices, "usage": self.usage()}
+            choices.append({"index": index, **self.whole(index, text[index]), "logprobs": logprobs, **_finish(end)})
+        return {**self._envelope(self.kind), "choices": choices, "usage": self.usage()}
 
     def usage(self) -> dict[str, Any]:
         """Counts every generated token, also end tokens; and each prompt once, whatever n is."""
@@ -152,7 +152,7 @@ class Answer(ABC):
         match item:
             case Started():
                 openings = [(index, self.opening(index)) for index in range(first, first + self.body.n)]
-                return [{"index": index} | fields | _NOT_FINISHED for index, fields in openings if fields is not None]
+                return [{"index": index, **fields, **_NOT_FINISHED} for index, fields in openings if fields is not None]
             case Delta(index=i):
                 index = first + i
                 sent[index] += len(item.text)
@@ -160,13 +160,13 @@ class Answer(ABC):
                 if not item.text and not pieces:
                     return []
                 logprobs = self.logprobs(index, pieces)
-                return [{"index": index} | self.part(item.text) | _NOT_FINISHED | {"logprobs": logprobs}]
+                return [{"index": index, **self.part(item.text), "logprobs": logprobs, "finish_reason": None}]
             case End(index=i):
-                return [{"index": first + i} | self.part(None) | {"logprobs": None} | _finish(item)]
+                return [{"index": first + i, **self.part(None), "logprobs": None, **_finish(item)}]
         return []
 
     def _chunk(self, choices: list[dict[str, Any]], with_usage: bool) -> dict[str, Any]:
-        chunk = self._envelope(self.chunk_kind) | {"choices": choices}
+        chunk = {**self._envelope(self.chunk_kind), "choices": choices}
         options = self.body.stream_options
         if options.include_usage or options.continuous_usage_stats:
             chunk["usage"] = self.usage() if with_usage else None

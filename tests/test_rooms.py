@@ -45,12 +45,16 @@ def test_the_model_never_imports_the_server() -> None:
             assert not {module for module in imports(file) if module.startswith("tokenteller.server")}, name
 
 
-def test_the_engine_knows_no_http_and_the_api_no_tensor() -> None:
+def test_the_engine_knows_no_http_the_api_no_tensor_and_text_neither() -> None:
     for name, file in modules().items():
         tops = {module.split(".")[0] for module in imports(file)}
         if name.startswith("tokenteller.server.engine"):
             assert not tops & {"fastapi", "starlette", "uvicorn"}, name
             assert not {module for module in imports(file) if module.startswith("tokenteller.server.api")}, name
+        if name.startswith("tokenteller.server.text"):
+            assert not tops & {"fastapi", "starlette", "uvicorn", "torch", "numba"}, name
+            rooms = ("tokenteller.server.api", "tokenteller.server.engine")
+            assert not {module for module in imports(file) if module.startswith(rooms)}, name
         if name.startswith("tokenteller.server.api"):
             assert not tops & {"torch", "numba"}, name
 

@@ -68,21 +68,34 @@ def _yarn_bounds(rope: Rope, dim: int) -> tuple[float, float]:
     return max(low, 0), min(high, dim - 1)
 
 
-def rope_table(
-    config: ModelConfig, max_context: int, factors: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """cos and sin, each [max_context, D/2], of position x frequency; `factors` [D/2] divide the frequencies.
+class RopeTable:
+    """cos and sin of position x frequency, made in pieces as positions come: a long context costs what it uses."""
 
-    A model with learned positions turns nothing: its table is that of angle 0.
-    """
-    rope = config.rope or Rope()
-    frequencies = rope_frequencies(rope, config.head_dim)  # [D/2]
-    if factors is not None:
-        frequencies = frequencies / factors.float()
-    if config.rope is None:
-        frequencies = torch.zeros_like(frequencies)
-    angles = torch.arange(max_context, dtype=torch.float32)[:, None] * frequencies  # [max_context, D/2]
-    return angles.cos() * rope.attention_factor, angles.sin() * rope.attention_factor
+    PIECE = 4096  # positions
+
+    def __init__(self, config: ModelConfig, factors: torch.Tensor | None = None, device: str = "cpu") -> None:
+        """factors: [D/2], which divide the frequencies. Learned positions rotate nothing: every angle is 0."""
+        rope = config.rope or Rope()
+        frequencies = rope_frequencies(rope, config.head_dim)  # [D/2]
+        if factors is not None:
+            frequencies = frequencies / factors.float()
+        self._frequencies = frequencies if config.rope else torch.zeros_like(frequencies)
+        self._magnitude = rope.attention_factor
+        self._device = torch.device(device)
+        self.cos = self.sin = torch.empty(0, len(frequencies), device=self._device)  # [positions so far, D/2]
+
+    def __call__(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin, each [N, D/2], of positions [N]."""
+        while positions.numel() and int(positions.max()) >= len(self.cos):
+            self._grow()
+        return self.cos[positions], self.sin[positions]
+
+    def _grow(self) -> None:
+        rows = torch.arange(len(self.cos), len(self.cos) + self.PIECE, dtype=torch.float32)
+        angles = rows[:, None] * self._frequencies  # [PIECE, D/2]
+        cos, sin = (part.to(self._device) for part in (angles.cos(), angles.sin()))
+        self.cos = torch.cat((self.cos, cos * self._magnitude))
+        self.sin = torch.cat((self.sin, sin * self._magnitude))
 
 
 def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

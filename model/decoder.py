@@ -18,11 +18,10 @@ import torch.nn.functional as F
 from numpy.typing import NDArray
 
 from tokenteller.model import kernels
-from tokenteller.model.attention import Attention, Batch, rope_table
+from tokenteller.model.attention import Attention, Batch, RopeTable
 from tokenteller.model.config import Activation, ModelConfig, Storage
 from tokenteller.model.formats.blocks import BlockMatrix
 from tokenteller.model.formats.errors import ConfigError
-from tokenteller.model.kv_memory import size
 from tokenteller.model.kv_pool import KVPool
 from tokenteller.model.linear import Linear, find_safe_rows
 from tokenteller.model.packing import DTYPES, Matrix, as_tensor, is_exact
@@ -35,6 +34,8 @@ _ACTIVATIONS: dict[Activation, Callable[[torch.Tensor], torch.Tensor]] = {
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }
+
+_MOST_POSITIONS = 2**24
 
 
 class WeightError(ValueError):
@@ -128,9 +129,14 @@ class Decoder:
         """weights: tensors under the names Llama has in Hugging Face files, read one at a time, all of them used.
 
         max_context: no position from there on will come (default: the model's own). Raises WeightError naming the
-        tensor that is missing, too many, or of another shape than the config says, ConfigError for a context that is
-        too long for a table of its positions.
+        tensor that is missing, too many, or of another shape than the config says, ConfigError for a context whose
+        positions fp32 cannot count.
         """
+        if (max_context or config.max_context) > _MOST_POSITIONS:
+            raise ConfigError(
+                f"a context of {max_context or config.max_context:,} tokens: fp32 counts positions to "
+                f"{_MOST_POSITIONS:,} only; --max-context lowers it"
+            )
         take = _Weights(config, weights, storage, device)
         self.config = config
         self.storage = storage
@@ -140,14 +146,14 @@ class Decoder:
         if config.rope is None:
             self.positions = take.table("model.embed_positions.weight", config.max_context, config.width)
         factors = take.optional("rope_freqs.weight", config.head_dim // 2) if config.rope else None
-        cos, sin = _rope_table(config, max_context or config.max_context, factors)  # [max_context, D/2]
-        self.cos, self.sin = cos.to(self.device), sin.to(self.device)
+        self.rope = RopeTable(config, factors, device)
         self.blocks = [take.block(layer) for layer in range(config.num_layers)]
         self.norm = take.norm("model.norm", config.width)
         take.finish()
         if device == "cpu":
             self._model = self._compiled_model()
             self._layers = self._compiled_layers()
+            self._step = kernels.forward_for(self._layers, self._model)
 
     @torch.inference_mode()
     def forward(self, batch: Batch, pool: KVPool) -> torch.Tensor:
@@ -160,7 +166,7 @@ class Decoder:
         x = self.embed(batch.tokens)  # [M, E]
         if self.positions is not None:
             x[: batch.positions.shape[0]] += self.positions[batch.positions].float()
-        cos, sin = self.cos[batch.positions], self.sin[batch.positions]  # [N, D/2] each
+        cos, sin = self.rope(batch.positions)  # [N, D/2] each
         for block in self.blocks:
             x = block(x, batch, pool, cos, sin)
         return self.head(self.norm(x[batch.sample_rows])).cpu()  # [S, vocab]
@@ -171,18 +177,26 @@ class Decoder:
         x = self.embed(batch.tokens)  # [N, E]
         if self.positions is not None:
             x += self.positions[batch.positions].float()
-        across = x.numpy()
-        turns = self.cos[batch.positions].numpy(), self.sin[batch.positions].numpy()  # [N, D/2] each
-        slots, positions = batch.slots.numpy(), batch.positions.numpy()
-        room = kernels.Buffers(
+        rope = tuple(part.numpy() for part in self.rope(batch.positions))  # cos and sin, [N, D/2] each
+        work = kernels.Workspace(
             np.empty((rows, c.width), np.float32),
             np.empty((rows, c.num_heads + 2 * c.num_kv_heads, c.head_dim), np.float32),
             np.empty((rows, c.num_heads, c.head_dim), np.float32),
             np.empty((rows, (2 if c.gated_mlp else 1) * c.mlp_width), np.float32),
             np.empty((rows, c.mlp_width), np.float32),
         )
-        pooled = pool.flat, pool.lane, slots, positions
-        scores = kernels.forward(across, self._layers, self._model, room, turns, *pooled, batch.sample_rows.numpy())
+        scores = self._step(
+            x.numpy(),
+            self._layers,
+            self._model,
+            work,
+            rope,
+            pool.flat,
+            pool.lane,
+            batch.slots.numpy(),
+            batch.positions.numpy(),
+            batch.sample_rows.numpy(),
+        )
         return torch.from_numpy(scores)
 
     def _compiled_model(self) -> kernels.Model:
@@ -225,16 +239,6 @@ class Decoder:
             return ()
         with torch.inference_mode():
             return find_safe_rows(self.linears(), max_rows)
-
-
-def _rope_table(config: ModelConfig, rows: int, factors: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
-    needs = f"a context of {rows:,} tokens needs {size(4 * rows * config.head_dim)} of RoPE angles"
-    if rows > 2**24:
-        raise ConfigError(f"{needs}, and fp32 counts positions to {2**24:,} only; --max-context lowers it")
-    try:
-        return rope_table(config, rows, factors)
-    except RuntimeError as error:  # torch's word for no memory
-        raise ConfigError(f"{needs}, and there is no memory for them; --max-context lowers it") from error
 
 
 def _vectors(norm: Callable[[torch.Tensor], torch.Tensor] | None) -> tuple[NDArray[np.float32], NDArray[np.float32]]:

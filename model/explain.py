@@ -90,7 +90,7 @@ def explain_attention(decoder: Decoder, ids: list[int], pool: KVPool) -> None:
     show("k", k, f"what each row offers to be found by, per kv head{each}  [N, K, D]")
     show("v", v, "what each row hands over when it is found  [N, K, D]")
     if config.rope:
-        q, k = (rotate(t, decoder.cos[:rows], decoder.sin[:rows]) for t in (q, k))
+        q, k = (rotate(t, *decoder.rope(torch.arange(rows))) for t in (q, k))
         show("rotated k", k, "RoPE turns pairs by position x frequency; done once, before it is written")
     keys, values = pool.keys(0, 0, rows), pool.values(0, 0, rows)  # [K, N, D]
     assert torch.allclose(keys, k.transpose(0, 1), atol=1e-5), "the pool does not hold these keys"
@@ -194,7 +194,7 @@ def with_concatenated_cache(decoder: Decoder, tokens: int) -> list[float]:
 
     def step(ids: list[int]) -> torch.Tensor:
         at = len(ids) - 1
-        cos, sin = decoder.cos[at : at + 1], decoder.sin[at : at + 1]
+        cos, sin = decoder.rope(torch.tensor([at]))
         x = with_positions(decoder, decoder.embed(torch.tensor(ids[-1:])), at)  # [1, E]
         for layer, block in enumerate(decoder.blocks):
             q, k, v = block.attention.project(block.attention_norm(x))

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from tokenteller.model.attention import causal_mask, rope_table, rotate, scaled_dot_product
-from tokenteller.model.config import ModelConfig
+from tokenteller.model.attention import RopeTable, causal_mask, rope_frequencies, rotate, scaled_dot_product
+from tokenteller.model.config import ModelConfig, Rope
 from tokenteller.model.kernels import attend
 
 Array = np.ndarray[Any, Any]
@@ -55,7 +55,7 @@ def test_scaling_brings_the_variance_of_scores_from_head_dim_to_one(dim: int) ->
 
 def test_rotated_scores_depend_on_the_distance_only() -> None:
     config = ModelConfig(8, 8, 8, 1, 1, 1, head_dim=32, max_context=64)
-    cos, sin = rope_table(config, 64)
+    cos, sin = RopeTable(config)(torch.arange(64))
     q, k = torch.randn(2, 1, 1, 32, generator=torch.Generator().manual_seed(1)).unbind(0)
 
     def score(at: int, to: int) -> float:
@@ -66,6 +66,18 @@ def test_rotated_scores_depend_on_the_distance_only() -> None:
     assert score(9, 4) == pytest.approx(score(40, 35), abs=1e-4)
     assert score(9, 4) != pytest.approx(score(9, 5), abs=1e-4)
     torch.testing.assert_close(rotate(q, cos[:1], sin[:1]), q)  # position 0 turns nothing
+
+
+def test_the_rope_table_grows_by_pieces_to_the_same_bits() -> None:
+    """1M positions of context cost nothing before they come."""
+    config = ModelConfig(8, 8, 8, 1, 1, 1, head_dim=48, max_context=2**20)
+    table = RopeTable(config)
+    assert not len(table.cos)
+    positions = torch.tensor([0, 4095, 4096, 9000])
+    angles = torch.arange(3 * RopeTable.PIECE, dtype=torch.float32)[:, None] * rope_frequencies(Rope(), 48)
+    for got, whole in zip(table(positions), (angles.cos(), angles.sin()), strict=True):
+        assert torch.equal(got, whole[positions])
+    assert len(table.cos) == 3 * RopeTable.PIECE
 
 
 def attended(q: Array, pool: Array, slots: Any, positions: Any, layer: int = 0, window: int = 1000) -> Array:

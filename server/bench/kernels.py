@@ -25,7 +25,7 @@ def kernel_seconds(decoder: Decoder, pool: KVPool, rows: int, context: int) -> d
     wide = np.ones((rows, (2 if c.gated_mlp else 1) * c.mlp_width), np.float32)
     active, logits = (np.zeros((rows, width), np.float32) for width in (c.mlp_width, c.vocab_size))
     slots, positions, ids = np.arange(rows), np.full(rows, context), torch.zeros(rows, dtype=torch.int64)
-    turns = (decoder.cos[positions].numpy(), decoder.sin[positions].numpy())
+    turns = tuple(part.numpy() for part in decoder.rope(torch.from_numpy(positions)))
     pool.kv[:rows, :, :, :, : context + 1] = 0.5  # pages never written to all map to one zero page
 
     def products() -> None:

@@ -44,7 +44,7 @@ def pack(parts: Sequence[Matrix], storage: Storage, bias: torch.Tensor | None = 
     if storage == "int4":
         exact = all(is_exact(part, storage) for part in parts)
         return Panels(*_pack_in_pieces(parts, NIBBLES, _stored_nibbles if exact else _round_to_nibbles), added)
-    outputs, inputs = sum(len_of(part) for part in parts), parts[0].shape[1]
+    outputs, inputs = sum(map(len_of, parts)), parts[0].shape[1]
     panels = -(-outputs // PANEL)
     filled = torch.zeros((panels * PANEL, inputs), dtype=DTYPES[storage])
     torch.cat([as_tensor(part).to(DTYPES[storage]) for part in parts], out=filled[:outputs])
@@ -64,10 +64,13 @@ Packed = tuple[NDArray[Any], NDArray[Any]]  # numbers and scales of some panels,
 
 def _pack_in_pieces(parts: Sequence[Matrix], group: int, pack_rows: Callable[[list[Matrix], int], Packed]) -> Packed:
     """All panels from pack_rows(rows, groups), called for a few panels at a time on all threads."""
-    outputs, groups = sum(len_of(part) for part in parts), -(-parts[0].shape[1] // group)
+    outputs, groups = sum(map(len_of, parts)), -(-parts[0].shape[1] // group)
     panels, step = -(-outputs // PANEL), max(1, _PIECE // (groups * group * PANEL))
-    first = pack_rows(list(_rows(parts, 0, step * PANEL)), groups)
-    numbers, scales = (np.empty((panels, *some.shape[1:]), some.dtype) for some in first)
+    if panels <= step:
+        numbers, scales = pack_rows(list(parts), groups)
+        return np.ascontiguousarray(numbers), np.ascontiguousarray(scales)
+    some = pack_rows(list(_rows(parts, 0, PANEL)), groups)  # for the shapes
+    numbers, scales = (np.empty((panels, *array.shape[1:]), array.dtype) for array in some)
 
     def fill(at: int) -> None:
         rows = list(_rows(parts, at * PANEL, (at + step) * PANEL))
@@ -133,10 +136,10 @@ def _stored_nibbles(rows: list[Matrix], groups: int) -> Packed:
     """int4 from blocks of a file that hold the same numbers: only their order changes."""
     stored = [part.kind.nibbles(part.blocks) for part in rows if isinstance(part, BlockMatrix) and part.kind.nibbles]
     nibbles, step, lowest = (np.concatenate(arrays) for arrays in zip(*stored, strict=True))
-    outputs = -(-len(nibbles) // PANEL) * PANEL - len(nibbles)
-    if outputs:
+    missing = -len(nibbles) % PANEL
+    if missing:
         nibbles, step, lowest = (
-            np.concatenate([array, np.zeros((outputs, *array.shape[1:]), array.dtype)])
+            np.concatenate([array, np.zeros((missing, *array.shape[1:]), array.dtype)])
             for array in (nibbles, step, lowest)
         )
     # inputs 0 to 15 of a block are in the lower halves of its 16 bytes, 16 to 31 in the upper ones

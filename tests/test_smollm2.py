@@ -15,6 +15,7 @@ from test_parity import greedy
 from tokenteller.model.checkpoint import Checkpoint, load
 from tokenteller.model.formats.errors import ConfigError
 from tokenteller.model.formats.hub import locate
+from tokenteller.model.formats.stored import stored_format
 from tokenteller.model.kv_memory import KVLayout
 from tokenteller.model.kv_pool import KVPool
 
@@ -84,3 +85,15 @@ def test_fp16_takes_the_planned_memory_and_no_more_than_the_libraries_beside_it(
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=os.environ, check=True)
     before, after, planned = map(int, done.stdout.split())
     assert 0.95 * planned < after - before < planned + 80 * 2**20  # the tokenizer, and what the allocator keeps
+
+
+def test_auto_keeps_the_files_four_bits_and_halves_k_and_v() -> None:
+    assert stored_format("smollm2") == ("int4", "as stored, Q4_1; Q8_0 rounded", "fp16")
+
+
+def test_loading_does_without_the_gguf_package_whose_import_takes_a_tenth_of_the_start() -> None:
+    code = (
+        "import sys; from tokenteller.model.checkpoint import load; load('smollm2', 'int4', max_context=64)\n"
+        "sys.exit('gguf' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0

@@ -91,7 +91,7 @@ RUN install -d -o 10001 -g 10001 /var/cache/numba
 USER 10001:10001
 
 # Compile the toy's kernels now, which saves seconds at every start on the same kind of CPU; others compile at start. A
-# volume, as numba uses a cache only where it may write, which a read-only container may not.
+# volume, so that those are kept, too, in a container whose root is read-only.
 RUN python3 -m tokenteller.server generate "To be" --max-tokens 1
 VOLUME /var/cache/numba
 

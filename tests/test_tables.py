@@ -9,8 +9,9 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 ROOT = Path(__file__).parent.parent
-DEPLOY = ROOT / "deploy"
 sys.path[:0] = [str(ROOT / ".ci/src"), str(ROOT / "tests")]
 
 from tokenteller.model.kv_memory import KVLayout  # noqa: E402
@@ -63,21 +64,25 @@ def example_metrics() -> Metrics:
     return metrics
 
 
-TABLES = {"settings": settings_table, "metrics": metrics_table, "errors": errors_table}
+TABLES = {
+    ROOT / "server/README.md": {"settings": settings_table, "errors": errors_table},
+    ROOT / "deploy/README.md": {"metrics": metrics_table},
+}
 
 
-def with_tables(text: str) -> str:
-    """The README with every table as the code has it."""
-    for name, table in TABLES.items():
+def with_tables(page: Path) -> str:
+    """The page with every table as the code has it."""
+    text = page.read_text()
+    for name, table in TABLES[page].items():
         start, end = f"<!-- table: {name} -->\n", "<!-- end -->"
         before, rest = text.split(start)
         text = before + start + table() + "\n" + end + rest.split(end, 1)[1]
     return text
 
 
-def test_the_tables_of_the_readme_say_what_the_code_says() -> None:
-    text = (DEPLOY / "README.md").read_text()
-    assert with_tables(text) == text, "run: python tests/test_tables.py --write"
+@pytest.mark.parametrize("page", TABLES, ids=lambda page: page.parent.name)
+def test_the_tables_of_the_readmes_say_what_the_code_says(page: Path) -> None:
+    assert with_tables(page) == page.read_text(), "run: python tests/test_tables.py --write"
 
 
 def test_every_error_has_its_line_in_the_tree_with_its_true_status() -> None:
@@ -88,5 +93,5 @@ def test_every_error_has_its_line_in_the_tree_with_its_true_status() -> None:
 
 
 if __name__ == "__main__" and sys.argv[1:] == ["--write"]:
-    readme = DEPLOY / "README.md"
-    readme.write_text(with_tables(readme.read_text()))
+    for page in TABLES:
+        page.write_text(with_tables(page))

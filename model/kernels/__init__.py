@@ -7,6 +7,7 @@ Compiled on first use for the types that a model has, and kept on disk (`cache`)
 
 import numba
 
+from tokenteller.model.kernels.ahead import compile_ahead
 from tokenteller.model.kernels.attention import attend
 from tokenteller.model.kernels.elementwise import ACTIVATIONS, activate, norm
 from tokenteller.model.kernels.forward import Layer, Model, Workspace, forward_for
@@ -30,6 +31,7 @@ __all__ = [
     "Workspace",
     "activate",
     "attend",
+    "compile_ahead",
     "forward_for",
     "multiply",
     "multiply_quantised",

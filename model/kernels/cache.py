@@ -26,6 +26,8 @@ from numba.core.compiler import CompileResult
 from numba.core.registry import cpu_target
 from numba.core.serialize import dumps
 
+from tokenteller.model.kernels.workers import workers
+
 log = logging.getLogger("tokenteller.model")
 
 SYMBOL = "tokenteller."  # what the symbols of kernels begin with
@@ -132,18 +134,19 @@ class DiskCache:
     """
 
     def __init__(self, name: str, load_kernels: Callable[[Needed], None]) -> None:
-        self._name = name
+        self.name = name
         self._load_kernels = load_kernels
 
     def file_name(self, signature: Any, codegen: Any) -> str:
         key = repr((tuple(signature), codegen.magic_tuple(), fingerprint(sources())))
-        return f"{self._name}.{hashlib.sha256(key.encode()).hexdigest()[:24]}.kernel"
+        return f"{self.name}.{hashlib.sha256(key.encode()).hexdigest()[:24]}.kernel"
 
     def holds(self, signature: Any) -> bool:
         name = self.file_name(signature, cpu_target.target_context.codegen())
         return any((place / name).exists() for place in _readable())
 
     def load_overload(self, signature: Any, target: Any) -> CompileResult | None:
+        workers.wait((self.name, tuple(signature)))
         target.refresh()
         found = read(self.file_name(signature, target.codegen()))
         if found is None:

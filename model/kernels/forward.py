@@ -11,7 +11,7 @@ from numba import njit
 from tokenteller.model.kernels.attention import attend
 from tokenteller.model.kernels.elementwise import activate, norm
 from tokenteller.model.kernels.launch import entry
-from tokenteller.model.kernels.products import Floats, Panels, multiplier
+from tokenteller.model.kernels.products import MULTIPLIERS, Floats, Panels, weight_format
 from tokenteller.model.kernels.target import EXACT
 
 
@@ -66,15 +66,22 @@ def _panels(stacked, at):  # type: ignore[no-untyped-def]
 
 @njit(**EXACT, inline="always")
 def _norm_heads(x, weight, eps):  # type: ignore[no-untyped-def]
-    """Each head of x [N, heads, D] in place, if the model has that."""
-    if len(weight):
-        for head in range(x.shape[1]):
-            norm(x[:, head], weight, weight[:0], eps, x[:, head])
+    """Each head of x [N, heads, D] in place."""
+    for head in range(x.shape[1]):
+        norm(x[:, head], weight, weight[:0], eps, x[:, head])
+
+
+@njit(**EXACT, inline="always")
+def _keep_heads(x, weight, eps):  # type: ignore[no-untyped-def]
+    """For models that do not normalise queries and keys, which so do not compile `_norm_heads`."""
 
 
 @cache
-def _forward(qkv_product, out_product, up_product, down_product, head_product):  # type: ignore[no-untyped-def]
-    """`forward` for weights of these formats."""
+def forward_named(name: str) -> Any:
+    """`forward` for the variant that `name` spells, as forward_for puts it together."""
+    _, heads, *formats = name.split(".")
+    norm_heads = _norm_heads if heads == "qk_norm" else _keep_heads
+    qkv_product, out_product, up_product, down_product, head_product = (MULTIPLIERS[each] for each in formats)
 
     def step(x, layers, model, work, turns, flat, lane, slots, positions, sample_rows):  # type: ignore[no-untyped-def]
         """All blocks on x [N, E], in place, then norm and head of some of its rows: logits [S, vocab].
@@ -88,8 +95,8 @@ def _forward(qkv_product, out_product, up_product, down_product, head_product): 
         for at in range(model.layers):
             norm(x, layers.attention_norm[at], layers.attention_norm_bias[at], model.eps, work.normed)
             qkv_product(work.normed, _panels(layers.qkv, at), qkv, False)
-            _norm_heads(q, layers.q_norm[at], model.eps)
-            _norm_heads(k, layers.k_norm[at], model.eps)
+            norm_heads(q, layers.q_norm[at], model.eps)
+            norm_heads(k, layers.k_norm[at], model.eps)
             where = slots, positions, at, layers.window[at]
             attend((q, k, v), turns, flat, model.layers, lane, where, work.mixed)
             out_product(mixed, _panels(layers.out, at), x, True)
@@ -104,10 +111,11 @@ def _forward(qkv_product, out_product, up_product, down_product, head_product): 
             head_product(chosen, model.head, scores, False)
         return scores
 
-    products = (qkv_product, out_product, up_product, down_product, head_product)
-    return entry(step, ".".join(["forward", *(each.__name__ for each in products)]))
+    return entry(step, name)
 
 
 def forward_for(layers: Layer, model: Model) -> Any:
     """The compiled forward of a model."""
-    return _forward(*map(multiplier, (layers.qkv, layers.out, layers.up, layers.down, model.head)))
+    weights = layers.qkv, layers.out, layers.up, layers.down, model.head
+    heads = "qk_norm" if layers.q_norm.size else "plain"
+    return forward_named(".".join(["forward", heads, *map(weight_format, weights)]))

@@ -28,34 +28,40 @@ _CALLBACK = ir.FunctionType(ir.VoidType(), [_BYTES.as_pointer(), _WORDS, _WORDS,
 
 ArgTypes = tuple[Any, ...]  # numba's types of a kernel's arguments after begin and stop
 
+# Changed in worker processes, which compile for the disk only.
+compile_elsewhere = workers.submit
+runs_here = True
+
 
 class Kernel:
     """A function (begin, stop, *args) -> None, for tasks begin..stop-1."""
 
     def __init__(self, function: Callable[..., None], flags: dict[str, Any]) -> None:
         self.name = function.__name__
-        self.body = njit(**flags)(function)
+        self.body = njit(**flags, no_cpython_wrapper=True, no_cfunc_wrapper=True)(function)
         self.body._cache = cache.DiskCache(self.name, load_kernels)
 
     def symbol(self, args: ArgTypes) -> str:
         return f"{cache.SYMBOL}{self.name}.{hashlib.sha256(repr(args).encode()).hexdigest()[:16]}"
 
     def announce(self, args: ArgTypes) -> None:
-        """Has it compiled for these types by another process, if that is not in memory or on disk."""
+        """Has another process compile it for these types, unless that has been done."""
         signature = self._signature(args)
         if signature not in self.body.overloads and not self.body._cache.holds(signature):
-            workers.submit((self.name, args), cache.writable())
+            compile_elsewhere((self.name, signature), cache.writable())
 
     def load(self, args: ArgTypes) -> None:
-        """Makes its symbol known to LLVM."""
-        workers.wait((self.name, args))
-        compiled = self.compile(args)
-        llvm.add_symbol(self.symbol(args), compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name))
+        """Makes its symbol known to LLVM. Code that never runs here gets the address of something else."""
+        address = llvm.address_of_symbol("numba_parallel_for")
+        if runs_here:
+            compiled = self.compile(self._signature(args))
+            address = compiled.library.get_pointer_to_function(compiled.fndesc.llvm_func_name)
+        llvm.add_symbol(self.symbol(args), address)
 
-    def compile(self, args: ArgTypes) -> Any:
+    def compile(self, signature: ArgTypes) -> Any:
         """From memory, from disk, or anew."""
-        self.body.compile(self._signature(args))
-        return self.body.overloads[self._signature(args)]
+        self.body.compile(signature)
+        return self.body.overloads[signature]
 
     @staticmethod
     def _signature(args: ArgTypes) -> ArgTypes:
@@ -106,7 +112,7 @@ def kernel(**flags: Any) -> Callable[[Callable[..., None]], Any]:
 
 def entry(function: Callable[..., Any], name: str | None = None) -> Any:
     """Makes a function that launches kernels callable from Python, and part of whatever compiled function calls it."""
-    made = njit(**EXACT, inline="always")(function)
+    made = njit(**EXACT, no_cfunc_wrapper=True, inline="always")(function)
     made._cache = cache.DiskCache(name or function.__name__, load_kernels)
     return made
 
@@ -140,7 +146,10 @@ def _launch(context, builder, symbol, args, count, threaded, values):  # type: i
 
 def _callback(context, module, symbol, args, closure_type):  # type: ignore[no-untyped-def]
     """What a thread runs: the kernel on its share of the tasks, with the arguments from the closure."""
-    function = ir.Function(module, _CALLBACK, module.get_unique_name(f"run.{symbol}"))
+    name = f"run.{symbol}"
+    if name in module.globals:
+        return module.globals[name]
+    function = ir.Function(module, _CALLBACK, name)
     function.linkage = "internal"
     builder = ir.IRBuilder(function.append_basic_block())
     bases, sizes, _, raw = function.args

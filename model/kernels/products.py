@@ -57,16 +57,19 @@ def _multiply_int4(x, weight, out, add):  # type: ignore[no-untyped-def]
     _multiply_quantised(x, values, 1, weight, out, add)
 
 
-def multiplier(weight: Panels) -> Any:
-    """The compiled (x, weight, out, add) for weights in this one's format."""
+MULTIPLIERS = {"floats": _multiply_floats, "int8": _multiply_int8, "int4": _multiply_int4}
+
+
+def weight_format(weight: Panels) -> str:
+    """Which of MULTIPLIERS a weight needs, each a compiled (x, weight, out, add)."""
     if weight.scales.dtype == np.uint16:
-        return _multiply_int4
-    return _multiply_int8 if weight.numbers.dtype in (np.uint8, np.int8) else _multiply_floats
+        return "int4"
+    return "int8" if weight.numbers.dtype in (np.uint8, np.int8) else "floats"
 
 
 def multiply(x: Floats, weight: Panels, out: Floats, add: bool) -> None:
     """out [N, out] = x [N, in] @ weight.T + bias, or added to it."""
-    multiplier(weight)(x, weight, out, add)
+    MULTIPLIERS[weight_format(weight)](x, weight, out, add)
 
 
 @entry

@@ -1,4 +1,4 @@
-"""What a process that `workers` starts does: compile the kernels it is told to, into the disk cache."""
+"""The program of a process that `workers` starts: it compiles what it is asked to, into the disk cache."""
 
 from __future__ import annotations
 
@@ -6,14 +6,28 @@ import pickle
 import sys
 from pathlib import Path
 
+from numba.core.serialize import dumps
+
 import tokenteller.model.kernels.cache as cache
-from tokenteller.model.kernels.launch import KERNELS
+import tokenteller.model.kernels.launch as launch
+from tokenteller.model.kernels.forward import forward_named
+from tokenteller.model.kernels.workers import Job
 
 
 def serve(place: str) -> None:
-    """Reads jobs from stdin, a line each, and answers each with an empty line; ends with its input."""
+    """Reads jobs from stdin, a line each. Answers with a line for each kernel that the job calls, then an empty one."""
     cache.use(Path(place))
+    launch.compile_elsewhere = lambda job, _: _answer(dumps(job).hex())
+    launch.runs_here = False
     for line in sys.stdin.buffer:
-        name, args = pickle.loads(bytes.fromhex(line.decode()))
-        KERNELS[name].compile(args)
-        print(flush=True)
+        job: Job = pickle.loads(bytes.fromhex(line.decode()))
+        name, args = job
+        if name in launch.KERNELS:
+            launch.KERNELS[name].compile(args)
+        else:
+            forward_named(name).compile(args)
+        _answer("")
+
+
+def _answer(line: str) -> None:
+    print(line, flush=True)

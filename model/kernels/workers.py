@@ -1,88 +1,105 @@
-"""Processes that compile kernels at the same time: numba holds a lock while it compiles, so threads would not help.
+"""Processes that compile side by side: numba holds a lock while it compiles, so threads would not help.
 
-What they compile comes back by way of the disk cache. Where a process cannot be started or fails, the caller compiles.
+What they compile comes back through the disk cache. Where a process cannot be started or fails, the caller compiles.
 """
 
 from __future__ import annotations
 
+import pickle
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from pathlib import Path
-from queue import SimpleQueue
+from queue import PriorityQueue
 from typing import Any
 
-from numba.core import config
 from numba.core.serialize import dumps
 
-Job = tuple[str, tuple[Any, ...]]  # a kernel's name and the types of its arguments
+from tokenteller.model.machine import usable_cpus
 
+Job = tuple[str, tuple[Any, ...]]  # the name of a compiled function and the types of its arguments
+
+_LONGEST = ("forward", "attend_runs", "multiply_integers", "multiply_floats")  # begun first
+_CPU_SECONDS = 10  # to compile what a model needs, roughly
 _START = "import sys; sys.path[:] = {path!r}; from tokenteller.model.kernels.worker import serve; serve({place!r})"
 
 
 class Workers:
-    """As many processes as there are CPUs and jobs; they end when nothing is left to do."""
+    """Worker processes, one per CPU at most; they end once nothing is left to compile."""
 
     def __init__(self) -> None:
-        self._queue: SimpleQueue[Job | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._queue: PriorityQueue[tuple[int, int, Job | None]] = PriorityQueue()
         self._done: dict[Job, threading.Event] = {}
         self._threads = 0
         self._began = 0.0
-        self._said = False
+        self._progress_shown = False
 
-    def submit(self, job: Job, place: Path) -> None:
-        """Begins to compile, for the cache in a folder."""
-        if job in self._done:
-            return
-        if not self._threads:
-            self._began, self._said = time.monotonic(), False
-        self._done[job] = threading.Event()
-        self._queue.put(job)
-        if self._threads < config.NUMBA_NUM_THREADS:
-            self._threads += 1
-            threading.Thread(target=self._work, args=(place,), daemon=True, name="compile").start()
+    def submit(self, job: Job, place: Path, processes: int = 0) -> None:
+        """Starts compiling for the cache in folder `place`. `processes`: how many to have, as more jobs will follow."""
+        with self._lock:
+            if job in self._done:
+                return
+            if not self._threads:
+                self._began, self._progress_shown = time.monotonic(), False
+            self._done[job] = threading.Event()
+            name = job[0].partition(".")[0]
+            urgency = _LONGEST.index(name) if name in _LONGEST else len(_LONGEST)
+            self._queue.put((urgency, len(self._done), job))
+            wanted = min(max(self._threads + 1, processes), usable_cpus().usable)
+            for _ in range(self._threads, wanted):
+                self._threads += 1
+                threading.Thread(target=self._work, args=(place,), daemon=True, name="compile").start()
 
     def wait(self, job: Job) -> None:
-        """Until a submitted job is done, well or not."""
-        if job not in self._done:
+        """Returns once a submitted job has ended, whether or not it succeeded."""
+        if not self._threads or job not in self._done:
             return
-        if not self._said:
-            self._said = True
-            print(f"compiling {len(self._done)} kernels for this CPU, once", end="", file=sys.stderr, flush=True)
+        if not self._progress_shown and self._unfinished():
+            self._progress_shown = True
+            cpus = usable_cpus().usable
+            estimate = f"about {max(5, round(_CPU_SECONDS / cpus))} s on {cpus} CPU{'s' * (cpus > 1)}"
+            print(f"compiling for this CPU, once ({estimate})", end="", file=sys.stderr, flush=True)
         self._done[job].wait()
-        del self._done[job]
-        if not self._done:
-            print(f": {time.monotonic() - self._began:.1f} s", file=sys.stderr, flush=True)
-            for _ in range(self._threads):
-                self._queue.put(None)
-            self._threads = 0
+        with self._lock:
+            if self._threads and not self._unfinished():
+                if self._progress_shown:
+                    seconds = time.monotonic() - self._began
+                    print(f": {len(self._done)} kernels, {seconds:.1f} s", file=sys.stderr, flush=True)
+                for _ in range(self._threads):
+                    self._queue.put((len(_LONGEST) + 1, 0, None))
+                self._threads = 0
+
+    def _unfinished(self) -> bool:
+        return not all(event.is_set() for event in self._done.values())
 
     def _work(self, place: Path) -> None:
-        """One thread's loop: it has a process of its own and hands it one job after the other."""
+        """Owns one process and hands it one job after the other."""
         command = [sys.executable, "-c", _START.format(path=sys.path, place=str(place))]
         pipe: Any = subprocess.PIPE
-        try:
+        process = None
+        with suppress(OSError):
             process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=subprocess.DEVNULL)
-        except OSError:
-            process = None
-        while job := self._queue.get():
+        while job := self._queue.get()[2]:
             if process:
-                _ask(process, job)
+                for needed in _compile(process, job):
+                    self.submit(needed, place)
             self._done[job].set()
         if process:
             process.communicate()
 
 
-def _ask(process: subprocess.Popen[bytes], job: Job) -> None:
-    """Hands a job over and waits for its end, or for that of the process."""
+def _compile(process: subprocess.Popen[bytes], job: Job) -> Iterable[Job]:
+    """Has a process compile a job. Yields the kernels that it calls, as the process finds them."""
     assert process.stdin and process.stdout
-    try:
+    with suppress(OSError):  # it has ended
         process.stdin.write(dumps(job).hex().encode() + b"\n")
         process.stdin.flush()
-        process.stdout.readline()
-    except OSError:
-        pass  # it has ended
+        while line := process.stdout.readline().strip():
+            yield pickle.loads(bytes.fromhex(line.decode()))
 
 
 workers = Workers()

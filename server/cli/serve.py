@@ -36,6 +36,10 @@ def run(arguments: list[str]) -> int:
     plan = make_plan(settings)
     _announce_plan(settings, plan)
     gc.disable()  # until settle_process: looking for garbage takes a sixth of the time of importing and loading
+    if settings.device == "cpu":
+        from tokenteller.model.kernels import compile_ahead
+
+        compile_ahead(plan.config, plan.weights, plan.kv_dtype)
     from tokenteller.server.api.app import create_app, settle_process
 
     app = create_app(settings, plan)

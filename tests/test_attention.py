@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+import numba
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,7 @@ import torch
 from tokenteller.model.attention import RopeTable, causal_mask, rope_frequencies, rotate, scaled_dot_product
 from tokenteller.model.config import ModelConfig, Rope
 from tokenteller.model.kernels import attend
+from tokenteller.model.kernels.exp import exponentials
 
 Array = np.ndarray[Any, Any]
 
@@ -178,3 +180,39 @@ def test_keys_are_rotated_and_written_where_their_row_is() -> None:
     torch.testing.assert_close(torch.from_numpy(pool[0, 1, 0, :, 2]), rotate(k, cos, sin)[1])
     assert (pool[1, 1, 1, :, 4] == v[0].numpy()).all() and (pool[0, 1, 1, :, 2] == v[1].numpy()).all()
     assert np.count_nonzero(pool) == 2 * 2 * 3 * 8
+
+
+@numba.njit
+def softmax_numerators(row):  # type: ignore[no-untyped-def]
+    return exponentials(row)
+
+
+def test_the_sum_of_softmax_has_one_order_on_every_cpu() -> None:
+    """Four sums of 16 lanes, then one of 8, then one by one; lanes by halves. A compiler's own order would depend on
+    the CPU and on the code around it."""
+
+    def lanes(vector: Any) -> Any:
+        while len(vector) > 1:
+            vector = vector[: len(vector) // 2] + vector[len(vector) // 2 :]
+        return vector[0]
+
+    rng = np.random.default_rng(0)
+    for length in range(1, 300, 7):
+        row = rng.normal(size=length).astype(np.float32)
+        total = softmax_numerators(row)  # row: the numerators
+        wide, narrow = length // 64 * 64, length // 8 * 8
+        expected = np.float32(0.0)
+        if wide:
+            sums = np.zeros((4, 16), np.float32)
+            for block in row[:wide].reshape(-1, 4, 16):
+                sums += block
+            expected = lanes(sums[3] + (sums[2] + (sums[1] + sums[0])))
+        if narrow > wide:
+            eight = np.zeros(8, np.float32)
+            eight[0] = expected
+            for block in row[wide:narrow].reshape(-1, 8):
+                eight += block
+            expected = lanes(eight)
+        for value in row[narrow:]:
+            expected += value
+        assert total == expected, length

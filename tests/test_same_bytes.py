@@ -88,3 +88,34 @@ def test_a_request_has_the_same_bytes_alone_in_crowds_and_on_reused_rows(toy: Li
         assert [at for at in range(REQUESTS) if crowd[at] != alone[at]] == []
     counts = toy.service.engine.scheduler.counts
     assert counts.prefix_rows, "no rows were reused"
+
+
+# texts of the toy since its first compiled kernels; a change of any bit would sooner or later show in one
+GOLDEN = [
+    (
+        {"prompt": "To be, or not to be", "temperature": 0},
+        " a traitor, and I'll be a\n"
+        "More than a traitor, and I'll not be accused\n"
+        "To make a traitor, and to accuse\n"
+        "Against the tribunes of the fire",
+    ),
+    (
+        {"prompt": "ROMEO:\nBut soft", "temperature": 0.9, "top_p": 0.9, "seed": 1},
+        "-hearted slander that is my sick.\n"
+        "\n"
+        "JULIET:\n"
+        "Happy days!\n"
+        "Where sweet's my eye to-morrow should loss-scowing.\n"
+        "\n"
+        "Nurse:\n"
+        "No, by my sword, I am from thee, a word.\n"
+        "\n"
+        "ROMEO",
+    ),
+]
+
+
+def test_the_golden_texts_are_what_they_were() -> None:
+    with serve(model="toy") as server:
+        for asked, text in GOLDEN:
+            assert server.text(**asked, max_tokens=60) == text

@@ -81,6 +81,17 @@ def sum_lanes(builder, vectors):  # type: ignore[no-untyped-def]
     return vectors[0]
 
 
+def sum_halves(builder, vector):  # type: ignore[no-untyped-def]
+    """The sum over the lanes of a vector of any width: its halves are added, then the halves of that."""
+    while vector.type.count > 1:
+        half = vector.type.count // 2
+        low, high = (ir.Constant(ir.VectorType(I32, half), list(range(at, at + half))) for at in (0, half))
+        vector = builder.fadd(builder.shuffle_vector(vector, vector, low), builder.shuffle_vector(vector, vector, high))
+        if half == 1:
+            return builder.extract_element(vector, I32(0))
+    return vector
+
+
 class Loop:
     """for at in range(length), at least once, with values that are carried from one round to the next."""
 

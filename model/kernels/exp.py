@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+from llvmlite import ir
 from numba import njit, types
+from numba.core import cgutils
 from numba.extending import intrinsic
 
-from tokenteller.model.kernels.emit import F32, I32
+from tokenteller.model.kernels.emit import F32, I32, I64, Loop, load, sum_halves
 from tokenteller.model.kernels.target import FAST
 
 _LOG2E = np.float32(1.4426950408889634)
@@ -56,6 +58,42 @@ def exp(x):  # type: ignore[no-untyped-def]
     return (p * r * r + r + np.float32(1.0)) * _power_of_two(k)
 
 
+@intrinsic
+def _sum(typing, row):  # type: ignore[no-untyped-def]
+    """The sum of a contiguous row of fp32, in one order on every CPU: 64 lanes at a time, then 8, then one by one."""
+
+    def build(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        array = context.make_array(row)(context, builder, args[0])
+        base, length = array.data, builder.extract_value(array.shape, 0)
+        total = cgutils.alloca_once_value(builder, F32(0.0))
+        wide = builder.udiv(length, I64(64))
+        with builder.if_then(builder.icmp_signed("!=", wide, I64(0))):
+            loop = Loop(builder, wide, [ir.Constant(ir.VectorType(F32, 16), [0.0] * 16)] * 4)
+            at = builder.mul(loop.at, I64(64))
+            parts = [load(builder, base, builder.add(at, I64(16 * n)), ir.VectorType(F32, 16)) for n in range(4)]
+            sums = [builder.fadd(before, part) for before, part in zip(loop.carried, parts, strict=True)]
+            loop.end(sums)
+            together = sums[0]
+            for part in sums[1:]:
+                together = builder.fadd(part, together)
+            builder.store(sum_halves(builder, together), total)
+        done = builder.mul(wide, I64(64))
+        narrow = builder.udiv(builder.sub(length, done), I64(8))
+        with builder.if_then(builder.icmp_signed("!=", narrow, I64(0))):
+            zeros = ir.Constant(ir.VectorType(F32, 8), [0.0] * 8)
+            loop = Loop(builder, narrow, [builder.insert_element(zeros, builder.load(total), I32(0))])
+            at = builder.add(done, builder.mul(loop.at, I64(8)))
+            sums = [builder.fadd(loop.carried[0], load(builder, base, at, zeros.type))]
+            loop.end(sums)
+            builder.store(sum_halves(builder, sums[0]), total)
+        done = builder.add(done, builder.mul(narrow, I64(8)))
+        with cgutils.for_range_slice(builder, done, length, I64(1)) as (at, _):
+            builder.store(builder.fadd(builder.load(total), builder.load(builder.gep(base, [at]))), total)
+        return builder.load(total)
+
+    return types.float32(row), build
+
+
 @njit(**FAST, inline="always")
 def exponentials(row):  # type: ignore[no-untyped-def]
     """row -> exp(row - max(row)) in place; returns their sum."""
@@ -64,8 +102,6 @@ def exponentials(row):  # type: ignore[no-untyped-def]
         bits = _bits(row[j])
         most = max(most, bits ^ ((bits >> 31) & _ABS))
     highest = _float(most ^ ((most >> 31) & _ABS))
-    total = np.float32(0.0)
     for j in range(len(row)):
         row[j] = exp(row[j] - highest)
-        total += row[j]
-    return total
+    return _sum(row)

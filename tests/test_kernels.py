@@ -172,6 +172,18 @@ def test_norms_equal_torch(bias: bool) -> None:
     torch.testing.assert_close(torch.from_numpy(out), expected, atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize("width", [24, 64, 80, 96, 128, 200])
+def test_norm_adds_in_one_order_whatever_the_layout(width: int) -> None:
+    """Heads side by side in memory, and the same rows in an array of their own, which compiles to other code."""
+    heads = np.random.default_rng(width).standard_normal((9, 3, width)).astype(np.float32)
+    weight, none = np.ones(width, np.float32), np.empty(0, np.float32)
+    together, alone = np.empty_like(heads), np.empty((9, width), np.float32)
+    for head in range(3):
+        kernels.norm(heads[:, head], weight, none, np.float32(1e-5), together[:, head])
+        kernels.norm(heads[:, head].copy(), weight, none, np.float32(1e-5), alone)
+        assert together[:, head].tobytes() == alone.tobytes()
+
+
 def test_numbas_threads_are_started_before_code_is_read_back_from_disk() -> None:
     """A block whose parts came from disk when it was compiled does not start them itself, and crashes without."""
     code = "import tokenteller.model.kernels, numba; print(numba.threading_layer())"  # ValueError if none was started

@@ -2,35 +2,58 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import numpy as np
-from numba import njit
+from numba import njit, types
+from numba.extending import intrinsic
 
+import tokenteller.model.kernels.emit as emit
 from tokenteller.model.config import Activation
+from tokenteller.model.kernels.emit import I64, ZEROS
 from tokenteller.model.kernels.exp import exp
 from tokenteller.model.kernels.launch import entry, kernel
-from tokenteller.model.kernels.target import FAST, FEW
+from tokenteller.model.kernels.target import FAST, FEW, LANES
 
 SILU, GELU, GELU_TANH, RELU = range(4)
 ACTIVATIONS: dict[Activation, int] = {"silu": SILU, "gelu": GELU, "gelu_tanh": GELU_TANH, "relu": RELU}
 
+_REGISTERS = 4  # of a norm's sums
 
-# Not inline: LLVM would split the sum into other parts, and its bits would be others.
-@njit(**FAST)
+
+@intrinsic
+def _sum(typing, x, mean, squared):  # type: ignore[no-untyped-def]
+    """The sum of x - mean, or of its squares; x lies without gaps. The order is fixed here, not by the compiler.
+
+    Element i is added to lane i % (_REGISTERS * LANES); the lanes are added as one tree.
+    """
+
+    def build(context, builder, signature, args):  # type: ignore[no-untyped-def]
+        base, means = emit.data(context, builder, x, args[0]), emit.splat(builder, args[1])
+        length = builder.extract_value(context.make_array(x)(context, builder, args[0]).shape, 0)
+        blocks = builder.udiv(builder.add(length, I64(_REGISTERS * LANES - 1)), I64(_REGISTERS * LANES))
+        loop = emit.Loop(builder, blocks, [ZEROS] * _REGISTERS)
+        totals = []
+        for register, total in enumerate(loop.carried):
+            at = builder.mul(builder.add(builder.mul(loop.at, I64(_REGISTERS)), I64(register)), I64(LANES))
+            value = builder.fsub(emit.load_up_to(builder, base, at, length, means), means)
+            added = builder.select(args[2], emit.fma(builder, value, value, total), builder.fadd(total, value))
+            totals.append(added)
+        loop.end(totals)
+        return emit.sum_halves(builder, functools.reduce(builder.fadd, totals))
+
+    return types.float32(x, types.float32, types.boolean), build
+
+
+# Not inline: LLVM would take the division by the width out of the loop over rows, as a product with its inverse.
+@njit(**FAST, no_cpython_wrapper=True, no_cfunc_wrapper=True)
 def _norm_row(x, weight, bias, eps, out):  # type: ignore[no-untyped-def]
     width = np.float32(len(x))
-    mean = np.float32(0.0)
-    if len(bias):
-        for i in range(len(x)):
-            mean += x[i]
-        mean /= width
-    total = np.float32(0.0)
+    mean = _sum(x, np.float32(0.0), False) / width if len(bias) else np.float32(0.0)
+    factor = np.float32(1.0) / np.sqrt(_sum(x, mean, True) / width + eps)
     for i in range(len(x)):
-        total += (x[i] - mean) * (x[i] - mean)
-    factor = np.float32(1.0) / np.sqrt(total / width + eps)
-    for i in range(len(x)):
-        out[i] = (x[i] - mean) * factor * weight[i]
+        out[i] = (x[i] - mean) * weight[i] * factor
     for i in range(len(bias)):
         out[i] += bias[i]
 

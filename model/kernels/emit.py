@@ -29,6 +29,14 @@ def load(builder, base, index, vector):  # type: ignore[no-untyped-def]
     return builder.load(place, align=1)
 
 
+def load_up_to(builder, base, index, length, rest):  # type: ignore[no-untyped-def]
+    """LANES floats of an array of `length`; lanes past its end are those of `rest`."""
+    place = builder.bitcast(builder.gep(base, [index]), FLOATS.as_pointer())
+    lanes = builder.add(splat(builder, builder.trunc(index, I32)), ir.Constant(INTS, list(range(LANES))))
+    inside = builder.icmp_signed("<", lanes, splat(builder, builder.trunc(length, I32)))
+    return call(builder, f"llvm.masked.load.v{LANES}f32.p0", FLOATS, place, I32(4), inside, rest)
+
+
 def store(builder, value, base, index):  # type: ignore[no-untyped-def]
     builder.store(value, builder.bitcast(builder.gep(base, [index]), value.type.as_pointer()), align=1)
 

@@ -68,7 +68,8 @@ class Workers:
             if self._threads and not self._unfinished():
                 if self._progress_shown:
                     seconds = time.monotonic() - self._began
-                    print(f": {len(self._done)} kernels, {seconds:.1f} s", file=sys.stderr, flush=True)
+                    kernels = f"{len(self._done)} kernel{'s' * (len(self._done) > 1)}"
+                    print(f": {kernels}, {seconds:.1f} s", file=sys.stderr, flush=True)
                 for _ in range(self._threads):
                     self._queue.put((len(_LONGEST) + 1, 0, None))
                 self._threads = 0

@@ -12,13 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from tokenteller.model.config import ModelConfig, Storage
-from tokenteller.model.decoder import Decoder, WeightError
+from tokenteller.model.decoder import Decoder
 from tokenteller.model.formats.errors import CheckpointError, ConfigError, naming
 from tokenteller.model.formats.gguf_tokenizer import read_tokenizer
 from tokenteller.model.formats.hf_tokenizer import build_tokenizer, checked_template, load_tokenizer
 from tokenteller.model.formats.hub import locate
 from tokenteller.model.formats.weights import Progress, open_weights, release_heap
 from tokenteller.model.linear import StorageError, check_storage
+from tokenteller.model.parts import WeightError
 from tokenteller.model.tokenizer import Tokenizer
 
 __all__ = ["Checkpoint", "CheckpointError", "Progress", "load", "release_memory"]

@@ -152,13 +152,13 @@ def test_a_group_of_zeros_is_zero() -> None:
 @pytest.mark.parametrize("kind", ["silu", "gelu", "gelu_tanh", "relu"])
 @pytest.mark.parametrize("gated", [True, False])
 def test_activations_equal_torch(kind: Any, gated: bool) -> None:
-    from tokenteller.model.decoder import _ACTIVATIONS
+    from tokenteller.model.layers import ACTIVATIONS
 
     x = torch.cat((numbers(19, 60) * 4, torch.tensor([[-200.0, 200.0, 0.0] * 20])))
     out = np.empty((20, 30 if gated else 60), np.float32)
     kernels.activate(x.numpy(), kernels.ACTIVATIONS[kind], gated, out)
     gate, up = x.chunk(2, dim=-1)
-    expected = _ACTIVATIONS[kind](gate) * up if gated else _ACTIVATIONS[kind](x)
+    expected = ACTIVATIONS[kind](gate) * up if gated else ACTIVATIONS[kind](x)
     torch.testing.assert_close(torch.from_numpy(out), expected, atol=2e-6, rtol=1e-5)
 
 
